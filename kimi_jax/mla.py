@@ -1,0 +1,230 @@
+"""Gated multi-head latent attention without rotation, expanded and absorbed, over a cache of latent rows.
+
+A token leaves one row [c, k_rope] in the cache. Expanded (the definition), each head's keys and values are made from
+it: k = [w_k_b c, k_rope], v = w_v_b c. Absorbed, w_k_b moves to the query and w_v_b to the output, so that all heads
+attend to the rows themselves. The `rope` part is carried but never rotated: positions only order the keys.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from .config import Config
+from .indexer import Indexer, score, score_cache, select_sorted, select_top_k
+from .layers import HIGHEST, at_least_float32, linear, rms_norm, weight, widen
+from .state import MLAState, Step, from_cache, read_block, write_rows
+
+KEY_BLOCK = 512
+GATHER_ELEMENTS = 2**23  # latent elements gathered at once by a block of queries
+
+
+def dot(spec: str, a: Array, b: Array) -> Array:
+    """einsum accumulated in at least float32 at full precision, not rounded back."""
+    wide = at_least_float32(a.dtype)
+    return jnp.einsum(spec, a, b, precision=HIGHEST, preferred_element_type=wide)
+
+
+def per_head(x: Float[Array, "B T H i"], w: Float[Array, "H i o"]) -> Float[Array, "B T H o"]:
+    """x_h w_h for every head, rounded once. Heads lead both operands: CPUs run no other batched bfloat16 product."""
+    B, T, H, _ = x.shape
+    rows = jnp.moveaxis(x, 2, 0).reshape(H, B * T, -1)
+    y = dot("hpi,hio->hpo", rows, w).astype(x.dtype)
+    return jnp.moveaxis(y.reshape(H, B, T, -1), 0, 2)
+
+
+def expanded(
+    q: Float[Array, "B T H K"],
+    latents: Float[Array, "B S R"],
+    w_k_b: Float[Array, "H N C"],
+    w_v_b: Float[Array, "H V C"],
+    allowed: Bool[Array, "B T S"],
+    scale: float,
+) -> Float[Array, "B T H V"]:
+    """softmax(q k^T scale) v with every key and value written out: the definition."""
+    q, latents = widen(q), widen(latents)
+    c, k_rope = latents[..., : w_k_b.shape[-1]], latents[..., w_k_b.shape[-1] :]
+    k_nope = dot("bsc,hnc->bshn", c, widen(w_k_b))
+    v = dot("bsc,hvc->bshv", c, widen(w_v_b))
+    q_nope, q_rope = q[..., : w_k_b.shape[1]], q[..., w_k_b.shape[1] :]
+    scores = dot("bthn,bshn->bhts", q_nope, k_nope) + dot("bthr,bsr->bhts", q_rope, k_rope)
+    weights = jax.nn.softmax(jnp.where(allowed[:, None], scores * scale, -jnp.inf), axis=-1)
+    return dot("bhts,bshv->bthv", weights, v)
+
+
+def attend_rows(
+    q: Float[Array, "B T H R"],
+    cache: Array,
+    positions: Int[Array, "B T"],
+    step: Step,
+    value_width: int,
+    scale: float,
+    slots: int,
+) -> Float[Array, "B T H C"]:
+    """Every query over all latent rows up to its position, a block of keys at a time (online softmax).
+
+    Only the first `slots` slots can hold keys, and only blocks that hold some are read. A block comes straight out of
+    the stack of caches, so that no layer's cache is copied.
+    """
+    B, T, H, _ = q.shape
+    block = min(KEY_BLOCK, slots)
+    total = step.start + step.lengths
+
+    def one(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        top, mass, acc = carry
+        first = jnp.minimum(i * block, slots - block)
+        rows = read_block(cache, step.group, first, block, total, q.dtype)
+        slot = first + jnp.arange(block, dtype=jnp.int32)
+        seen = (slot <= positions[..., None]) & (slot >= i * block)
+        scores = jnp.where(seen[:, None], dot("bthr,bsr->bhts", q, rows) * scale, -jnp.inf)
+        new_top = jnp.maximum(top, scores.max(-1))
+        safe = jnp.where(new_top == -jnp.inf, 0, new_top)
+        weights = jnp.exp(scores - safe[..., None])
+        kept = jnp.exp(top - safe)
+        part = dot("bhts,bsc->bhtc", weights.astype(q.dtype), rows[..., :value_width])
+        return new_top, mass * kept + weights.sum(-1), acc * kept[..., None] + part
+
+    wide = at_least_float32(q.dtype)
+    empty = (
+        jnp.full((B, H, T), -jnp.inf, wide),
+        jnp.zeros((B, H, T), wide),
+        jnp.zeros((B, H, T, value_width), wide),
+    )
+    blocks = (jnp.minimum(jnp.max(total), slots) + block - 1) // block
+    _, mass, acc = jax.lax.fori_loop(0, blocks, one, empty)
+    return jnp.moveaxis(acc / jnp.maximum(mass, 1e-30)[..., None], 1, 2).astype(q.dtype)
+
+
+def attend_selected(
+    q: Float[Array, "B T H R"],
+    cache: Array,
+    group: int | Array,
+    chosen: Int[Array, "B T U"],
+    kept: Bool[Array, "B T U"],
+    value_width: int,
+    scale: float,
+) -> Float[Array, "B T H C"]:
+    """Every query over the rows chosen for it, gathered from the stack of caches."""
+    batch = jnp.arange(q.shape[0], dtype=jnp.int32)[:, None, None]
+    rows = from_cache(cache[group, batch, chosen], q.dtype)
+    rows = jnp.where(kept[..., None], rows, jnp.zeros((), q.dtype))
+    scores = jnp.where(kept[..., None, :], dot("bthr,btur->bthu", q, rows) * scale, -jnp.inf)
+    weights = jnp.exp(scores - jnp.maximum(scores.max(-1, keepdims=True), jnp.finfo(scores.dtype).min))
+    mass = jnp.maximum(weights.sum(-1), 1e-30)
+    out = dot("bthu,btuc->bthc", weights.astype(q.dtype), rows[..., :value_width])
+    return (out / mass[..., None]).astype(q.dtype)
+
+
+class MLA(nnx.Module):
+    """The MLA sublayer on this rank's heads; its result is a partial sum over heads."""
+
+    def __init__(self, config: Config, dtype: DTypeLike):
+        D, H, Q, C = config.hidden, config.heads, config.q_rank, config.kv_rank
+        N, V, K = config.nope_dim, config.value_dim, config.nope_dim + config.rope_dim
+        self.config = config
+        self.w_q_a = weight(dtype, Q=Q, D=D)
+        self.q_norm = weight(dtype, Q=Q)
+        self.w_q_b = weight(dtype, HK=H * K, Q=Q)
+        self.w_kv_a = weight(dtype, R=config.latent_row, D=D)
+        self.kv_norm = weight(dtype, C=C)
+        self.w_k_b = weight(dtype, H=H, N=N, C=C)
+        self.w_v_b = weight(dtype, H=H, V=V, C=C)
+        if config.mla_output_gate:
+            self.w_gate = weight(dtype, HV=H * V, D=D)
+        self.w_o = weight(dtype, D=D, HV=H * V)
+        if config.sparse:
+            self.indexer = Indexer(config, dtype)
+
+    def __call__(self, x: Float[Array, "B T D"], state: MLAState, step: Step) -> tuple[Array, MLAState]:
+        """x [B, T, D] -> this rank's partial of the output [B, T, D], and the state with the new rows written."""
+        eps = self.config.mla_norm_eps
+        latent = rms_norm(linear(x, self.w_q_a[...]), self.q_norm[...], eps)
+        q = linear(latent, self.w_q_b[...])
+        q = q.reshape(*q.shape[:2], -1, self.config.nope_dim + self.config.rope_dim)
+        state = self._remember(x, state, step)
+        attend = self._expanded if step.forms.mla == "expanded" else self._absorbed
+        o = attend(q, x, latent, state, step)
+        o = o.reshape(*o.shape[:2], -1).astype(x.dtype)
+        if self.config.mla_output_gate:
+            gate = jax.nn.sigmoid(widen(linear(x, self.w_gate[...]))).astype(x.dtype)
+            o = o * gate
+        return linear(o, self.w_o[...]), state
+
+    def _remember(self, x: Array, state: MLAState, step: Step) -> MLAState:
+        C = self.config.kv_rank
+        row = linear(x, self.w_kv_a[...])
+        c = rms_norm(row[..., :C], self.kv_norm[...], self.config.mla_norm_eps)
+        latents = write_rows(state.latents, step.group, jnp.concatenate([c, row[..., C:]], -1), step)
+        index_keys = state.index_keys
+        if index_keys is not None:
+            index_keys = write_rows(index_keys, step.group, self.indexer.keys(x), step)
+        return MLAState(latents, index_keys)
+
+    @property
+    def _scale(self) -> float:
+        return (self.config.nope_dim + self.config.rope_dim) ** -0.5
+
+    def _scores(self, x: Array, latent: Array, keys: Array, positions: Array, step: Step) -> Array:
+        q, w = self.indexer.queries(x, latent)
+        return score_cache(q, w, keys, positions, step, min(KEY_BLOCK, keys.shape[2]))
+
+    def _expanded(self, q: Array, x: Array, latent: Array, state: MLAState, step: Step) -> Array:
+        S = state.latents.shape[2]
+        total = step.start + step.lengths
+        latents = read_block(state.latents, step.group, jnp.int32(0), S, total, q.dtype)
+        allowed = jnp.arange(S, dtype=jnp.int32) <= step.positions[..., None]
+        if self.config.sparse and state.index_keys is not None:
+            q_i, w_i = self.indexer.queries(x, latent)
+            keys = read_block(state.index_keys, step.group, jnp.int32(0), S, total, q.dtype)
+            scores = jnp.where(allowed, score(q_i, w_i, keys), -jnp.inf)
+            allowed = allowed & select_sorted(scores, self.config.index_topk)
+        return expanded(q, latents, self.w_k_b[...], self.w_v_b[...], allowed, self._scale)
+
+    def _absorbed(self, q: Array, x: Array, latent: Array, state: MLAState, step: Step) -> Array:
+        N, C = self.config.nope_dim, self.config.kv_rank
+        q = jnp.concatenate([per_head(q[..., :N], self.w_k_b[...]), q[..., N:]], -1)
+        S, U = state.latents.shape[2], self.config.index_topk
+
+        def dense(slots: int) -> Array:
+            return attend_rows(q, state.latents, step.positions, step, C, self._scale, slots)
+
+        if not self.config.sparse or S <= U:
+            o = dense(S)
+        else:
+            few = jnp.max(step.start + step.lengths) <= U
+            sparse = lambda: self._sparse(q, x, latent, state, step)  # noqa: E731
+            o = jax.lax.cond(few, lambda: dense(U), sparse)
+        return per_head(o, jnp.swapaxes(self.w_v_b[...], 1, 2))
+
+    def _sparse(self, q: Array, x: Array, latent: Array, state: MLAState, step: Step) -> Array:
+        """Select and attend, a block of queries at a time, so that memory follows the block and not the prompt."""
+        U, C = self.config.index_topk, self.config.kv_rank
+        keys = state.index_keys
+        assert keys is not None
+
+        def one(block: tuple[Array, Array, Array, Array]) -> Array:
+            q, x, latent, positions = block
+            chosen, kept = select_top_k(self._scores(x, latent, keys, positions, step), U)
+            return attend_selected(q, state.latents, step.group, chosen, kept, C, self._scale)
+
+        B, T = step.positions.shape
+        size = max(1, min(T, GATHER_ELEMENTS // (B * U * q.shape[-1])))
+        return over_queries(one, (q, x, latent, step.positions), step.valid, size)
+
+
+def over_queries(one, arrays: tuple[Array, ...], valid: Bool[Array, "B T"], size: int) -> Array:
+    """Apply `one` to blocks of `size` queries [B, size, ...] in turn and join them; blocks of padding are skipped."""
+    B, T = valid.shape
+    if size >= T:
+        return one(arrays)
+    split = lambda x: jnp.moveaxis(  # noqa: E731
+        jnp.pad(x, ((0, 0), (0, -T % size), *[(0, 0)] * (x.ndim - 2))).reshape(B, -1, size, *x.shape[2:]), 1, 0
+    )
+    out = jax.eval_shape(one, tuple(split(x)[0] for x in arrays))
+
+    def maybe(block):
+        return jax.lax.cond(jnp.any(block[0]), lambda: one(block[1]), lambda: jnp.zeros(out.shape, out.dtype))
+
+    parts = jax.lax.map(maybe, (split(valid), tuple(split(x) for x in arrays)))
+    return jnp.moveaxis(parts, 0, 1).reshape(B, -1, *out.shape[2:])[:, :T]

@@ -1,0 +1,242 @@
+"""The decoder, top to bottom: Layer, stacks of equal groups of layers, Kimi; and how its weights are declared and built."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from . import collectives
+from .config import Config
+from .kda import KDA
+from .layers import MLP, Expert, at_least_float32, linear_wide, rms_norm, weight
+from .mla import MLA
+from .moe import MoE
+from .placement import Placement, enter, leave
+from .residual import Mix, push
+from .state import KDAState, MLAState, State, Step, cache_dtype
+
+Read = Callable[[str, tuple[slice, ...]], np.ndarray]
+
+
+class Layer(nnx.Module):
+    """One decoder layer: mix, norm, KDA or MLA; mix, norm, dense MLP or latent MoE."""
+
+    def __init__(self, config: Config, dtype: DTypeLike, index: int, packed: bool):
+        D = config.hidden
+        self.config = config
+        self.dense = config.is_dense(index)
+        self.attention_residual = Mix(config, dtype)
+        self.attention_norm = weight(dtype, D=D)
+        self.attention = MLA(config, dtype) if config.is_mla(index) else KDA(config, dtype)
+        self.mlp_residual = Mix(config, dtype)
+        self.mlp_norm = weight(dtype, D=D)
+        self.mlp = MLP(config, config.dense_ffn, dtype) if self.dense else MoE(config, dtype, packed)
+
+    def __call__(
+        self, x: Array, bank: Array, state: KDAState | MLAState, step: Step, index: int | Array
+    ) -> tuple[Array, Array, KDAState | MLAState, tuple[Array, Array]]:
+        """The residual stream x [P, D] and its bank after this layer, the state, and the two mixtures' weights.
+
+        The mixture that attention reads is made before a block start pushes x to the bank.
+        """
+        eps, block = self.config.norm_eps, self.config.residual_block
+        count = -(-index // block)
+        with jax.named_scope("attention"):
+            h, mixed = self.attention_residual(x, bank, count)
+            x, bank, count = push(x, bank, count, index % block == 0)
+            partial, state = self.attention(enter(rms_norm(h, self.attention_norm[...], eps), step), state, step)
+            x = x + leave(partial)
+        with jax.named_scope("mlp"):
+            h, mixed_mlp = self.mlp_residual(x, bank, count)
+            x = x + self._mlp(rms_norm(h, self.mlp_norm[...], eps), step)
+        return x, bank, state, (mixed, mixed_mlp)
+
+    def _mlp(self, x: Array, step: Step) -> Array:
+        if self.dense:
+            return collectives.all_reduce(self.mlp(x))
+        return self.mlp(x, step.valid.reshape(-1), step)
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """`groups` repetitions of `period` layers from layer `first` on, of equal kinds position by position."""
+
+    first: int
+    period: int
+    groups: int
+
+    def layer(self, position: int, group: int | Array) -> int | Array:
+        return self.first + group * self.period + position
+
+
+def spans(config: Config, scan: bool) -> tuple[Span, ...]:
+    """Layers as spans: all in one without scan; with it, a head, the longest run of equal groups, and a tail.
+
+    Of all ways to choose the run, the one that leaves the fewest layers to trace.
+    """
+    N = config.layers
+    kinds = [(config.is_mla(i), config.is_dense(i)) for i in range(N)]
+    best = (N, 0, Span(0, N, 1))
+    for period in range(1, N // 2 + 1 if scan else 0):
+        for first in range(N - 2 * period + 1):
+            run = period
+            while first + run < N and kinds[first + run] == kinds[first + run - period]:
+                run += 1
+            groups = run // period
+            traced = N - (groups - 1) * period
+            if groups > 1 and (traced, period) < best[:2]:
+                best = (traced, period, Span(first, period, groups))
+    run = best[2]
+    end = run.first + run.period * run.groups
+    around = (Span(0, run.first, 1), run, Span(end, N - end, 1))
+    return tuple(span for span in around if span.period)
+
+
+class Stack(nnx.Module):
+    """The layers of one span. Every weight leads with the span's groups; more than one group is scanned.
+
+    The state of all groups is carried and updated in place: passed through a scan as inputs and outputs it would
+    exist twice. Expert weights are closed over and read by (group, expert): as scanned inputs they would be copied.
+    """
+
+    def __init__(self, config: Config, dtype: DTypeLike, span: Span, packed: bool):
+        self.span = span
+        self.layers = nnx.List([Layer(config, dtype, span.layer(j, 0), packed) for j in range(span.period)])
+        for _, param in nnx.iter_graph(self.layers):
+            if isinstance(param, nnx.Param):
+                one = param.get_value()
+                param.set_value(jax.ShapeDtypeStruct((span.groups, *one.shape), one.dtype))
+                param.set_metadata(dims=("G", *param.get_metadata()["dims"]))
+
+    def __call__(self, x: Array, bank: Array, states: list, step: Step) -> tuple[Array, Array, list, Array]:
+        """x, bank, the states and the mixtures' weights [2 * layers, N + 1, P] (empty when scanned)."""
+        graph, experts, rest = nnx.split(self.layers, Expert, ...)
+        if self.span.groups == 1:
+            layers = nnx.merge(graph, experts, jax.tree.map(lambda w: w[0], rest))
+            return self._group(layers, (x, bank, states), step, 0)
+
+        def one(carry: tuple, group_weights: tuple) -> tuple[tuple, None]:
+            group, weights = group_weights
+            layers = nnx.merge(graph, experts, weights)
+            return self._group(layers, carry, dataclasses.replace(step, group=group), group)[:3], None
+
+        groups = jnp.arange(self.span.groups, dtype=jnp.int32)
+        (x, bank, states), _ = jax.lax.scan(one, (x, bank, states), (groups, rest))
+        return x, bank, states, []
+
+    def _group(self, layers: nnx.List, carry: tuple, step: Step, group: int | Array) -> tuple:
+        x, bank, states = carry
+        states, mixtures = list(states), []
+        for j, layer in enumerate(layers):
+            index = self.span.layer(j, group)
+            with jax.named_scope(f"layer_{index}" if isinstance(index, int) else f"layer_{j}_of_group"):
+                x, bank, states[j], mixed = layer(x, bank, states[j], step, index)
+            mixtures.extend(mixed)
+        return x, bank, states, mixtures
+
+
+class Kimi(nnx.Module):
+    """Embedding, the stacks of layers, the output mixture and norm, and the head."""
+
+    def __init__(self, config: Config, dtype: DTypeLike, *, scan: bool, packed: bool):
+        D, Z = config.hidden, config.vocab
+        self.config, self.dtype = config, jnp.dtype(dtype)
+        self.embed = weight(dtype, Z=Z, D=D)
+        self.stacks = nnx.List([Stack(config, dtype, span, packed) for span in spans(config, scan)])
+        self.residual = Mix(config, dtype)
+        self.norm = weight(dtype, D=D)
+        if not config.tie_embeddings:
+            self.head = weight(dtype, Z=Z, D=D)
+
+    def __call__(
+        self, tokens: Int[Array, "B T"], state: State, lengths: Int[Array, " B"], step: Step
+    ) -> tuple[Float[Array, "B T D"], State, list[Array]]:
+        """Tokens -> normed output rows [B, T, D], the state after them, and every residual mixture's weights."""
+        x = collectives.embed(self.embed[...], tokens).reshape(-1, self.config.hidden)
+        bank = jnp.zeros((self.config.bank_rows, *x.shape), x.dtype)
+        layers, mixtures = [], []
+        for stack, states in zip(self.stacks, state.layers, strict=True):
+            x, bank, states, mixed = stack(x, bank, states, step)
+            layers.append(states)
+            mixtures.extend(mixed)
+        mixed, weights = self.residual(x, bank, self.config.bank_rows)
+        out = rms_norm(mixed, self.norm[...], self.config.norm_eps).reshape(*tokens.shape, -1)
+        last = jnp.take_along_axis(out, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
+        hidden = jnp.where((lengths > 0)[:, None], last, state.hidden)
+        state = dataclasses.replace(state, layers=layers, length=state.length + lengths, hidden=hidden)
+        return out, state, [*mixtures, weights]
+
+    def head_logits(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows Z"]:
+        """Logits in at least float32, whole on every rank."""
+        w = self.embed if self.config.tie_embeddings else self.head
+        return collectives.all_gather(linear_wide(x, w[...]), x.ndim - 1)
+
+
+def new_state(config: Config, dtype: DTypeLike, stacks: tuple[Span, ...], B: int, S: int, ranks: int = 1) -> State:
+    """An empty state of B rows and S slots, its heads cut over `ranks`."""
+    H, K, V = config.kda_heads // ranks, config.kda_key_dim, config.kda_value_dim
+    W1, wide, stored = config.conv_width - 1, at_least_float32(dtype), cache_dtype(jnp.dtype(dtype))
+
+    def layer(index: int, G: int) -> KDAState | MLAState:
+        if config.is_mla(index):
+            keys = jnp.zeros((G, B, S, config.index_dim), stored) if config.sparse else None
+            return MLAState(jnp.zeros((G, B, S, config.latent_row), stored), keys)
+        window = lambda width: jnp.zeros((G, B, W1, H * width), dtype)  # noqa: E731
+        return KDAState(jnp.zeros((G, B, H, K, V), wide), window(K), window(K), window(V))
+
+    layers = [[layer(span.layer(j, 0), span.groups) for j in range(span.period)] for span in stacks]
+    return State(layers, jnp.zeros(B, jnp.int32), jnp.zeros((B, config.hidden), dtype), S)
+
+
+@dataclasses.dataclass(frozen=True)
+class Declared:
+    """One weight before it exists: where it stands in the module, its shape and type, its dims, its released layers."""
+
+    path: tuple
+    shape: tuple[int, ...]
+    dtype: jnp.dtype
+    dims: tuple[str, ...]
+    names: tuple[str, ...]  # one per group, or the one name of a weight outside the layers
+
+
+def declare(model: Kimi) -> Iterator[Declared]:
+    """Every weight of a declared model, in order. Costs no memory at any size."""
+    for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        value, dims = param.get_value(), param.get_metadata()["dims"]
+        names = (".".join(map(str, path)),)
+        if path[0] == "stacks":
+            span = model.stacks[path[1]].span
+            tail = ".".join(map(str, path[4:]))
+            names = tuple(f"layers.{span.layer(path[3], g)}.{tail}" for g in range(span.groups))
+        yield Declared(path, value.shape, jnp.dtype(value.dtype), dims, names)
+
+
+def build(model: Kimi, place: Placement, mesh: Mesh, read: Read, done: Callable[[int], None] = lambda n: None) -> dict:
+    """Fill a declared model: path -> array on the mesh, each device's slice asked of `read(name, index)` alone."""
+    weights = {}
+    for w in declare(model):
+        sharding = NamedSharding(mesh, place.spec(w.dims))
+
+        def fill(index: tuple[slice, ...], w: Declared = w) -> np.ndarray:
+            if w.dims[0] != "G":
+                return _fit(read(w.names[0], index), w, index)
+            parts = [_fit(read(name, index[1:]), w, index[1:]) for name in w.names[index[0]]]
+            return parts[0][None] if len(parts) == 1 else np.stack(parts)
+
+        weights[w.path] = jax.make_array_from_callback(w.shape, sharding, fill)
+        done(weights[w.path].nbytes)
+    return weights
+
+
+def _fit(array: np.ndarray, w: Declared, index: tuple[slice, ...]) -> np.ndarray:
+    whole = w.shape[-len(index) :]
+    shape = tuple(len(range(size)[cut]) for size, cut in zip(whole, index, strict=True))
+    if array.shape != shape:
+        raise ValueError(f"{w.names[0]}: read {array.shape}, the model declares {shape}")
+    return np.ascontiguousarray(array).astype(w.dtype, copy=False)

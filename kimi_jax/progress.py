@@ -1,0 +1,41 @@
+"""Progress bars on long work: shown on a terminal, on standard error, once the work has lasted a second."""
+
+import sys
+import time
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+from rich.progress import TransferSpeedColumn
+
+
+class Progress:
+    """A bar over `total` bytes or tokens. `show=None` shows it on a terminal and after a second, `True` always."""
+
+    def __init__(self, what: str, total: int, unit: str = "tokens", show: bool | None = None):
+        bytes_ = (DownloadColumn(), TransferSpeedColumn())
+        columns = bytes_ if unit == "bytes" else (MofNCompleteColumn(), TextColumn(unit))
+        console = Console(file=sys.stderr)
+        self._bar = Bar(
+            TextColumn("{task.description}"), BarColumn(), *columns, TimeRemainingColumn(), console=console, transient=True
+        )
+        self._task = self._bar.add_task(what, total=total)
+        self._wanted = console.is_terminal if show is None else show
+        self._wait = 1.0 if show is None else 0.0
+        self._begun = time.monotonic()
+        self._shown = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def advance(self, amount: int) -> None:
+        """Count `amount` more bytes or tokens as done."""
+        self._bar.advance(self._task, amount)
+        if self._wanted and not self._shown and time.monotonic() - self._begun >= self._wait:
+            self._bar.start()
+            self._shown = True
+
+    def __exit__(self, *error: object) -> None:
+        if self._shown:
+            self._bar.stop()

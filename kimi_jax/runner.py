@@ -1,0 +1,319 @@
+"""A model on a mesh: weights in place, steps compiled. `load` makes one from a folder; `Model` is what users hold."""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array
+
+from . import generate as generation
+from .checkpoint import Checkpoint  # noqa
+from .collectives import DATA, MODEL, ranks
+from .config import Config
+from .model import Kimi, build, declare, new_state, spans
+from .placement import Placement, make_mesh
+from .progress import Progress
+from .state import STATE_DIMS, Forms, State, Step
+from .tokenizer import Tokenizer
+
+DTYPES = ("float32", "bfloat16", "float64")
+BUCKETS = (1, 16, 64, 256, 1024, 4096)
+SCAN_FROM = 24  # layers from which scanning equal groups pays on CPU too: unrolled programs run faster, compile slower
+
+
+class RequestError(ValueError):
+    """Tokens, lengths or a state that a step cannot take; nothing has been computed."""
+
+
+def bucket(T: int, chunk: int) -> int:
+    """The padded width of a call with T new tokens: one of few, so that few programs are compiled."""
+    fitting = [size for size in BUCKETS if T <= size <= chunk]
+    return fitting[0] if fitting else chunk if T <= chunk else -(-T // chunk) * chunk
+
+
+def capacity(length: int, limit: int) -> int:
+    """Slots for a state that must hold `length` tokens: a power of two from 128 on, at most the model's limit."""
+    return min(max(128, 1 << (length - 1).bit_length()), limit)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """The steps of one decoder on one mesh, as pure functions of weights; hashable, so programs are shared."""
+
+    config: Config
+    mesh: Mesh
+    place: Placement
+    dtype: str
+    scan: bool
+    packed: bool
+    forms: Forms
+
+    @functools.cached_property
+    def declared(self) -> Kimi:
+        return Kimi(self.config, self.dtype, scan=self.scan, packed=self.packed)
+
+    @property
+    def stacks(self) -> tuple:
+        return spans(self.config, self.scan)
+
+    @functools.cached_property
+    def weight_specs(self) -> dict[tuple, PartitionSpec]:
+        return {w.path: self.place.spec(w.dims) for w in declare(self.declared)}
+
+    def empty(self, B: int, S: int, ranks: int = 1) -> State:
+        return new_state(self.config, jnp.dtype(self.dtype), self.stacks, B, S, ranks)
+
+    def state_specs(self) -> Any:
+        """The mesh axes of every array of a state, by name."""
+        shapes = jax.eval_shape(lambda: self.empty(1, 1))
+        return jax.tree_util.tree_map_with_path(lambda path, _: self.place.spec(STATE_DIMS[path[-1].name]), shapes)
+
+    def _merge(self, weights: dict[tuple, Array]) -> Kimi:
+        graph, params = nnx.split(self.declared)
+        flat = {path: param.replace(weights[path]) for path, param in nnx.to_flat_state(params)}
+        return nnx.merge(graph, nnx.from_flat_state(flat))
+
+    def _run(self, weights: dict, state: State, tokens: Array, lengths: Array) -> tuple[Kimi, Array, State, list]:
+        model = self._merge(weights)
+        step = Step.of(state.length, lengths, tokens.shape[1], self.forms)
+        tokens = jnp.where(step.valid, tokens, 0)
+        return model, *model(tokens, state, lengths, step)
+
+    def _shard(self, step: Callable, inputs: tuple, outputs: Any) -> Callable:
+        specs = (self.weight_specs, *inputs)
+        return jax.shard_map(step, mesh=self.mesh, in_specs=specs, out_specs=outputs, check_vma=False)
+
+    @functools.cached_property
+    def step(self) -> Callable:
+        """(weights, state, tokens [B, T], lengths [B]) -> logits [B, Z] after each row's last token, state."""
+
+        def one(weights: dict, state: State, tokens: Array, lengths: Array) -> tuple[Array, State]:
+            model, _, state, _ = self._run(weights, state, tokens, lengths)
+            return model.head_logits(state.hidden), state
+
+        rows = PartitionSpec(DATA)
+        # A state's slot count is part of its tree, and so of its specs: they are made where it is known.
+        def whole(weights: dict, state: State, tokens: Array, lengths: Array) -> tuple[Array, State]:
+            specs = dataclasses.replace(self.state_specs(), max_length=state.max_length)
+            return self._shard(one, (specs, rows, rows), (rows, specs))(weights, state, tokens, lengths)
+
+        return jax.jit(whole, donate_argnums=1)
+
+    def logits(self, weights: dict, tokens: Array, lengths: Array) -> Array:
+        """Logits [B, T, Z] of whole prompts, nothing kept; not jitted, so that it can be differentiated."""
+
+        def one(weights: dict, tokens: Array, lengths: Array) -> Array:
+            model, out, _, _ = self._run(weights, self._local(tokens), tokens, lengths)
+            return model.head_logits(out)
+
+        rows = PartitionSpec(DATA)
+        return self._shard(one, (rows, rows), rows)(weights, tokens, lengths)
+
+    def mixtures(self, weights: dict, tokens: Array, lengths: Array) -> list[Array]:
+        """The weights of every residual mixture, attention's and the MLP's layer by layer, then the output's."""
+
+        def one(weights: dict, tokens: Array, lengths: Array) -> list[Array]:
+            return self._run(weights, self._local(tokens), tokens, lengths)[3]
+
+        rows = PartitionSpec(DATA)
+        return self._shard(one, (rows, rows), PartitionSpec())(weights, tokens, lengths)
+
+    def _local(self, tokens: Array) -> State:
+        return self.empty(*tokens.shape, ranks(MODEL))
+
+    @functools.cached_property
+    def jitted_logits(self) -> Callable:
+        return jax.jit(self.logits)
+
+    @functools.cached_property
+    def jitted_mixtures(self) -> Callable:
+        return jax.jit(self.mixtures)
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A decoder ready to run: `logits`, `new_state`, `prefill`, `decode`, and text through `generate` and `stream`."""
+
+    program: Program
+    weights: dict[tuple, Array]
+    tokenizer: Tokenizer | None = None
+    chunk: int = 256
+
+    @property
+    def config(self) -> Config:
+        return self.program.config
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.program.mesh
+
+    @property
+    def placement(self) -> Placement:
+        return self.program.place
+
+    @property
+    def dtype(self) -> str:
+        return self.program.dtype
+
+    def logits(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Array:
+        """Logits [B, T, vocab] in at least float32 of right-padded prompts [B, T]; keeps no state.
+
+        Positions at and after a row's length hold no meaning.
+        """
+        ids, lengths = self._checked(tokens, lengths)
+        padded, T = self._padded(ids), ids.shape[1]
+        return self.program.jitted_logits(self.weights, padded, lengths)[:, :T]
+
+    def mixtures(self, tokens: Sequence[int]) -> np.ndarray:
+        """How each mixture weighs the bank and the running sum: [2 * layers + 1, bank rows + 1, T], x last, 0 if unused."""
+        ids, lengths = self._checked([list(tokens)], None)
+        rows = self.program.jitted_mixtures(self.weights, ids, lengths)
+        whole = np.zeros((len(rows), self.config.bank_rows + 1, ids.shape[1]))
+        for out, mixed in zip(whole, map(np.asarray, rows), strict=True):
+            out[: len(mixed) - 1], out[-1] = mixed[:-1], mixed[-1]
+        return whole
+
+    def new_state(self, batch: int, max_length: int) -> State:
+        """An empty state for `batch` requests of at most `max_length` tokens each, prompt and reply together."""
+        if batch < 1 or max_length < 1:
+            raise RequestError(f"batch {batch} and max_length {max_length} must be positive")
+        if max_length > self.config.max_positions:
+            raise RequestError(
+                f"max_length {max_length} is over the model's context of {self.config.max_positions} tokens"
+            )
+        specs = dataclasses.replace(self.program.state_specs(), max_length=max_length)
+        shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
+        return jax.jit(lambda: self.program.empty(batch, max_length), out_shardings=shardings)()
+
+    def prefill(self, state: State, tokens: ArrayLike, lengths: ArrayLike | None = None) -> tuple[Array, State]:
+        """Take in right-padded new tokens [B, T] after what the state has seen: logits [B, vocab], next state.
+
+        Row b brings `lengths[b]` tokens, 0 to T (default T); its logits are those after its last token so far. A prompt
+        given in pieces equals the prompt given whole. The state passed in is consumed. Long pieces run in chunks.
+        """
+        ids, lengths = self._checked(tokens, lengths)
+        self._fits(state, lengths)
+        return self._advance(state, ids, lengths)
+
+    def decode(self, state: State, tokens: ArrayLike) -> tuple[Array, State]:
+        """One more token per row, tokens [B]: logits [B, vocab] after it, next state. The state is consumed."""
+        tokens = np.asarray(tokens)
+        if tokens.ndim != 1:
+            raise RequestError(f"decode takes one token per row, [B]; got shape {tokens.shape}")
+        return self.prefill(state, tokens[:, None])
+
+    def _advance(self, state: State, ids: np.ndarray, lengths: np.ndarray) -> tuple[Array, State]:
+        """`prefill` of checked ids, a chunk at a time."""
+        logits = None
+        for first in range(0, max(1, int(lengths.max(initial=0))), self.chunk):
+            piece = self._padded(ids[:, first : first + self.chunk])
+            part = np.clip(lengths - first, 0, self.chunk).astype(np.int32)
+            logits, state = self.program.step(self.weights, state, piece, part)
+        assert logits is not None
+        return logits, state
+
+    def _padded(self, ids: np.ndarray) -> np.ndarray:
+        return np.pad(ids, ((0, 0), (0, bucket(ids.shape[1], self.chunk) - ids.shape[1])))
+
+    def _checked(self, tokens: ArrayLike, lengths: ArrayLike | None) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens [B, T] and lengths [B] as int32, or one error that says what is wrong with them."""
+        ids = np.asarray(tokens)
+        if ids.ndim != 2 or 0 in ids.shape or ids.dtype.kind not in "iu":
+            raise RequestError(f"tokens must be whole numbers [B, T], none empty; got {ids.dtype} {ids.shape}")
+        B, T = ids.shape
+        lengths = np.full(B, T) if lengths is None else np.asarray(lengths)
+        if lengths.shape != (B,) or lengths.dtype.kind not in "iu" or lengths.min() < 0 or lengths.max() > T:
+            raise RequestError(f"lengths must be {B} whole numbers from 0 to {T}; got {lengths.tolist()}")
+        bad = ((ids < 0) | (ids >= self.config.vocab)) & (np.arange(T) < lengths[:, None])
+        if bad.any():
+            row, at = np.argwhere(bad)[0]
+            raise RequestError(
+                f"token id {ids[row, at]} at row {row}, position {at} is outside the vocabulary of "
+                f"{self.config.vocab}"
+            )
+        return np.where(np.arange(T) < lengths[:, None], ids, 0).astype(np.int32), lengths.astype(np.int32)
+
+    def _fits(self, state: State, lengths: np.ndarray) -> None:
+        seen = np.asarray(state.length)
+        if seen.shape != lengths.shape:
+            raise RequestError(f"the state holds {len(seen)} rows, the tokens {len(lengths)}")
+        over = np.flatnonzero(seen + lengths > state.max_length)
+        if over.size:
+            row = over[0]
+            raise RequestError(
+                f"row {row} has seen {seen[row]} tokens and brings {lengths[row]}: "
+                f"more than the state's max_length {state.max_length}"
+            )
+
+    def generate(self, prompts: Any, **options: Any) -> list[generation.Completion]:
+        """Continue each prompt; see `kimi_jax.generate.generate` for the options."""
+        return generation.generate(self, prompts, **options)
+
+    def stream(self, prompt: Any, **options: Any):
+        """Continue one prompt, yielding events as text is made; see `kimi_jax.generate.stream`."""
+        return generation.stream(self, prompt, **options)
+
+
+def default_dtype() -> str:
+    """float32 on CPU, where it is fastest; bfloat16 on accelerators."""
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+
+
+def make_program(
+    config: Config,
+    mesh: Mesh | None = None,
+    placement: Placement | None = None,
+    dtype: DTypeLike | None = None,
+    *,
+    packed: bool = True,
+    scan: bool | None = None,
+    forms: Forms | None = None,
+) -> Program:
+    """A decoder's steps on a mesh, checked against the placement, before any weight exists."""
+    name = default_dtype() if dtype is None else jnp.dtype(dtype).name
+    if name not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {name}")
+    if name == "float64" and not jax.config.jax_enable_x64:
+        raise ValueError("dtype float64 needs 64-bit types: jax.config.update('jax_enable_x64', True) before loading")
+    mesh, placement = mesh or make_mesh(), placement or Placement()
+    placement.check(config, mesh)
+    if scan is None:
+        scan = jax.default_backend() != "cpu" or config.layers >= SCAN_FROM
+    return Program(config, mesh, placement, name, scan, packed, forms or Forms())
+
+
+def load(
+    path: str | os.PathLike,
+    mesh: Mesh | None = None,
+    placement: Placement | None = None,
+    dtype: DTypeLike | None = None,
+    *,
+    chunk: int | None = None,
+    scan: bool | None = None,
+    forms: Forms | None = None,
+    progress: bool | None = None,
+) -> Model:
+    """A `Model` from a Hugging Face folder (config.json, safetensors shards and their index, tokenizer files if any).
+
+    `dtype`: "float32" (default on CPU), "bfloat16" (default elsewhere) or "float64". `chunk`: most tokens of a row in one
+    prefill program. `scan`: compile equal groups of layers once (default: on accelerators and for deep models); `forms`:
+    definitions in place of fast forms. `progress`: show a bar (default: for loads over a second, on a terminal).
+    All that is wrong with the folder is raised in one error before anything is allocated.
+    """
+    config = Config.from_hf(path)
+    with Checkpoint(path, config) as checkpoint:
+        program = make_program(config, mesh, placement, dtype, packed=checkpoint.packed, scan=scan, forms=forms)
+        tokenizer = Tokenizer.from_folder(path) if Tokenizer.is_in(path) else None
+        total = sum(w.dtype.itemsize * int(np.prod(w.shape)) for w in declare(program.declared))
+        with Progress("loading", total, "bytes", show=progress) as bar:
+            weights = build(program.declared, program.place, program.mesh, checkpoint.read, bar.advance)
+    default_chunk = 256 if jax.default_backend() == "cpu" else 4096
+    return Model(program, weights, tokenizer, chunk or default_chunk)

@@ -1,0 +1,145 @@
+"""What is kept between steps, and what a step is told: recurrent memories, windows, latent and index-key caches.
+
+Every array leads with the group G of its stack of layers (1 where layers are not scanned) and is updated in place:
+the whole stack travels through a step, a layer reads and writes at its own group.
+"""
+
+import dataclasses
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+@dataclasses.dataclass(frozen=True)
+class Forms:
+    """Which form of each hard operation runs: the plain definition or the fast one. They agree; tests hold them to it."""
+
+    kda: str = "chunked"  # or "recurrent"
+    mla: str = "absorbed"  # or "expanded"
+    select: str = "top_k"  # or "sort"
+    moe: str = "grouped"  # or "dense"
+
+
+DEFINITIONS = Forms("recurrent", "expanded", "sort", "dense")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What every layer of one call is told. Row b brings `lengths[b]` new tokens after the `start[b]` it has seen."""
+
+    start: Int[Array, " B"]
+    lengths: Int[Array, " B"]
+    positions: Int[Array, "B T"]
+    valid: Bool[Array, "B T"]
+    group: int | Int[Array, ""]
+    forms: Forms = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, start: Array, lengths: Array, T: int, forms: Forms) -> Self:
+        new = jnp.arange(T, dtype=jnp.int32)
+        return cls(start, lengths, start[:, None] + new, new < lengths[:, None], 0, forms)
+
+
+def _at(array: Array, group: int | Array) -> Array:
+    return array[0] if array.shape[0] == 1 else jax.lax.dynamic_index_in_dim(array, group, 0, keepdims=False)
+
+
+def _put(array: Array, group: int | Array, value: Array) -> Array:
+    if array.shape[0] == 1:
+        return value[None].astype(array.dtype)
+    return jax.lax.dynamic_update_index_in_dim(array, value.astype(array.dtype), group, 0)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KDAState:
+    """The delta-rule memory and the last W - 1 convolution inputs of q, k and v, which are cut by head one by one."""
+
+    memory: Float[Array, "*G B H K V"]
+    window_q: Float[Array, "*G B W1 HK"]
+    window_k: Float[Array, "*G B W1 HK"]
+    window_v: Float[Array, "*G B W1 HV"]
+
+    def at(self, group: int | Array) -> "KDAState":
+        """The state of one layer, without the leading group dim."""
+        return jax.tree.map(lambda x: _at(x, group), self)
+
+    def put(self, group: int | Array, layer: "KDAState") -> "KDAState":
+        return jax.tree.map(lambda x, new: _put(x, group, new), self, layer)
+
+    def restarted(self, start: Int[Array, " B"]) -> "KDAState":
+        """Zeros for rows that begin here, whatever an earlier request left in their slot."""
+        fresh = lambda x: (start == 0).reshape(-1, *[1] * (x.ndim - 1))  # noqa: E731
+        return jax.tree.map(lambda x: jnp.where(fresh(x), jnp.zeros((), x.dtype), x), self)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MLAState:
+    """One latent row per token seen, and K3.1's index key; slots beyond a row's length hold anything.
+
+    bfloat16 caches are kept as their bits (uint16) on CPU, where a bfloat16 update would convert the whole cache.
+    """
+
+    latents: Array  # [G, B, S, R]
+    index_keys: Array | None  # [G, B, S, I]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State:
+    """All that the model keeps of a batch of requests between calls. `prefill` and `decode` consume it and return the next."""
+
+    layers: list[list[KDAState | MLAState]]
+    length: Int[Array, " B"]  # tokens seen by each row
+    hidden: Float[Array, "B D"]  # normed output at each row's last token, for rows that bring no token
+    max_length: int = dataclasses.field(metadata={"static": True})
+
+
+def cache_dtype(dtype: jnp.dtype) -> jnp.dtype:
+    """What a cache of `dtype` is stored as: bfloat16 as its bits on CPU."""
+    bits = dtype == jnp.bfloat16 and jax.default_backend() == "cpu"
+    return jnp.dtype(jnp.uint16) if bits else jnp.dtype(dtype)
+
+
+def from_cache(stored: Array, dtype: jnp.dtype) -> Array:
+    return stored if stored.dtype == dtype else jax.lax.bitcast_convert_type(stored, dtype)
+
+
+def write_rows(cache: Array, group: int | Array, rows: Float[Array, "B T R"], step: Step) -> Array:
+    """Write each valid new row at its position: the cost is the rows, not the cache.
+
+    Padding aims at slot S, which does not exist and is dropped; an index of -1 would wrap to the last slot.
+    """
+    if cache.dtype != rows.dtype:
+        rows = jax.lax.bitcast_convert_type(rows, cache.dtype)
+    slots = jnp.where(step.valid, step.positions, cache.shape[2])
+    batch = jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None]
+    return cache.at[group, batch, slots].set(rows, mode="drop")
+
+
+def read_block(
+    cache: Array, group: int | Array, first: Int[Array, ""], size: int, total: Int[Array, " B"], dtype: jnp.dtype
+) -> Float[Array, "B block R"]:
+    """Slots first .. first + size of one layer, zero where nothing was written (a slot may hold NaN from elsewhere)."""
+    _, B, _, R = cache.shape
+    start = (jnp.int32(group), jnp.int32(0), first, jnp.int32(0))
+    block = from_cache(jax.lax.dynamic_slice(cache, start, (1, B, size, R))[0], dtype)
+    slots = first + jnp.arange(size, dtype=jnp.int32)
+    return jnp.where((slots < total[:, None])[..., None], block, jnp.zeros((), dtype))
+
+
+# The dims of every array of a state: what cuts it follows from the placement's table.
+STATE_DIMS = {
+    "memory": ("G", "B", "H", "K", "V"),
+    "window_q": ("G", "B", "W", "HK"),
+    "window_k": ("G", "B", "W", "HK"),
+    "window_v": ("G", "B", "W", "HV"),
+    "latents": ("G", "B", "S", "R"),
+    "index_keys": ("G", "B", "S", "I"),
+    "length": ("B",),
+    "hidden": ("B", "D"),
+}
