@@ -1,0 +1,35 @@
+"""Kimi K3 and K3.1-Pro in JAX: from a checkpoint to text, on one device or a mesh of them.
+
+One vocabulary runs through the package; a capital letter is a dim or its size:
+
+    B batch rows            T new tokens in this call   S cache slots             D hidden
+    H heads                 K key dim of a head         V value dim of a head     R cached MLA latent row
+    Q query latent          C key/value latent, conv channels or tokens of a chunk
+    E routed experts        A active per token          L expert latent           F ffn width
+    Z vocabulary            N residual-bank rows        W conv taps               P rows of the residual stream
+    I index dim             J index heads               U keys kept               G groups of layers in a stack
+
+The path of a prompt, each arrow one call to jump into: cli -> Tokenizer.encode -> generate -> Program.step (jit, shard_map)
+-> Kimi -> Stack -> Layer [mix -> KDA | MLA -> mix -> MLP | MoE] -> norm, head -> sample -> TextBuilder.
+"""
+
+from .config import Config, ConfigError
+from .generate import Completion, Event, Greedy, PromptError, Sample
+from .placement import Placement, PlacementError, make_mesh
+from .runner import Model, RequestError, load
+
+__all__ = [
+    "Completion",
+    "Config",
+    "ConfigError",
+    "Event",
+    "Greedy",
+    "Model",
+    "Placement",
+    "PlacementError",
+    "PromptError",
+    "RequestError",
+    "Sample",
+    "load",
+    "make_mesh",
+]

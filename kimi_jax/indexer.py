@@ -43,6 +43,15 @@ def select_top_k(
     return positions.astype(jnp.int32), best > -jnp.inf
 
 
+def select_mask(scores: Float[Array, "B T S"], keep: int) -> Bool[Array, "B T S"]:
+    """`select_sorted` without the sorts: all that ranks no lower than the last key that `select_top_k` keeps."""
+    keep = min(keep, scores.shape[-1])
+    best, positions = jax.lax.top_k(scores, keep)
+    last, at = best[..., -1:], positions[..., -1:]
+    slots = jnp.arange(scores.shape[-1], dtype=jnp.int32)
+    return ((scores > last) | ((scores == last) & (slots <= at))) & (scores > -jnp.inf)
+
+
 class Indexer(nnx.Module):
     """Projects index keys and queries. Whole on every rank, so that all select the same keys."""
 

@@ -8,6 +8,7 @@ Per head, with state [K, V] in float32 (Kimi Linear, arXiv 2510.26692):
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +20,14 @@ from .config import Config
 from .layers import HIGHEST, at_least_float32, linear, linear_wide, weight, widen
 from .state import KDAState, Step
 
-CHUNK = 64
 BLOCK = 16
+SAFE = 80.0  # exponents up to here stay finite in float32
 L2_EPS = 1e-6
+
+
+def dot(spec: str, *arrays: Array) -> Array:
+    """einsum at full precision: the state and all that decides it is float32 work (GPUs would take TF32)."""
+    return jnp.einsum(spec, *arrays, precision=HIGHEST)
 
 
 def l2_norm(x: Float[Array, "*rows K"]) -> Float[Array, "*rows K"]:
@@ -72,9 +78,9 @@ def step(
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "B H V"]]:
     """One token: the three equations of this module's docstring. `decay` is in log space."""
     state = state * jnp.exp(decay)[..., None]
-    error = beta[..., None] * (v - jnp.einsum("bhk,bhkv->bhv", k, state, precision=HIGHEST))
+    error = beta[..., None] * (v - dot("bhk,bhkv->bhv", k, state))
     state = state + k[..., None] * error[..., None, :]
-    return state, jnp.einsum("bhk,bhkv->bhv", q, state, precision=HIGHEST)
+    return state, dot("bhk,bhkv->bhv", q, state)
 
 
 def recurrent(
@@ -92,29 +98,40 @@ def recurrent(
 
 
 def decayed_products(
-    a: Float[Array, "*n C K"], b: Float[Array, "*n C K"], total: Float[Array, "*n C K"], block: int
-) -> Float[Array, "*n C C"]:
-    """sum_k a[i, k] b[j, k] exp(total[i, k] - total[j, k]) for j <= i, zero above; `total` falls with i.
+    a: Float[Array, "n C K"], b: Float[Array, "n C K"], total: Float[Array, "n C K"], block: int, steepest: float
+) -> Float[Array, "n C C"]:
+    """sum_k a[i, k] b[j, k] exp(total[i, k] - total[j, k]) for j <= i, zero above; `total` falls with i, by at most
+    `steepest` a row.
 
-    No exponent is ever positive, whatever the decay: rows and columns of one block meet through their differences;
-    a later row meets earlier columns through the sum at its block's start, which lies between the two.
+    A later row meets earlier columns through the sum at its block's start, which lies between the two: no exponent is
+    positive. Rows and columns of one block meet through the sum at its middle where no exponent can pass `SAFE`, and
+    else through their differences, which costs K times the exponentials.
     """
-    C, K = a.shape[-2:]
-    shape = (*a.shape[:-2], C // block, block, K)
-    a_, b_, t_ = (x.reshape(shape) for x in (a, b, total))
+    rows = [_decayed_rows(a, b, total, first, block, steepest) for first in range(0, a.shape[-2], block)]
+    return jnp.concatenate(rows, axis=-2)
+
+
+def _decayed_rows(a: Array, b: Array, total: Array, first: int, block: int, steepest: float) -> Array:
+    """Rows `first` to `first + block` of `decayed_products`: earlier columns, the diagonal block, zeros above it."""
+    end, C = first + block, a.shape[-2]
+    rows, columns, decayed = a[..., first:end, :], b[..., first:end, :], total[..., first:end, :]
     lower = jnp.tril(jnp.ones((block, block), bool))
-    gap = jnp.where(lower[..., None], t_[..., :, None, :] - t_[..., None, :, :], -jnp.inf)
-    diagonal = jnp.sum(a_[..., :, None, :] * b_[..., None, :, :] * jnp.exp(gap), -1)
-    # total just before each row block: zero decay has gone by before the first.
-    start = jnp.concatenate([jnp.zeros_like(t_[..., :1, -1, :]), t_[..., :-1, -1, :]], axis=-2)
-    rows = a_ * jnp.exp(t_ - start[..., None, :])
-    ahead = jnp.arange(C, dtype=jnp.int32) // block < jnp.arange(C // block, dtype=jnp.int32)[:, None]
-    reach = jnp.where(ahead[..., None], start[..., None, :] - total[..., None, :, :], -jnp.inf)
-    columns = b[..., None, :, :] * jnp.exp(reach)
-    product = jnp.einsum("...rik,...rjk->...rij", rows, columns, precision=HIGHEST)
-    eye = jnp.eye(C // block, dtype=a.dtype)
-    spread = jnp.einsum("...rij,rs->...risj", diagonal, eye).reshape(*a.shape[:-2], C, C)
-    return product.reshape(*a.shape[:-2], C, C) + spread
+    if -steepest * block / 2 <= SAFE:
+        offset = decayed - decayed[..., block // 2 : block // 2 + 1, :]
+        meeting = dot("nik,njk->nij", rows * jnp.exp(offset), columns * jnp.exp(-offset))
+        diagonal = jnp.where(lower, meeting, 0)
+    else:
+        gap = jnp.where(lower[..., None], decayed[..., :, None, :] - decayed[..., None, :, :], -jnp.inf)
+        diagonal = jnp.sum(rows[..., :, None, :] * columns[..., None, :, :] * jnp.exp(gap), -1)
+    parts = [diagonal]
+    if end < C:
+        parts.append(jnp.zeros((*a.shape[:-2], block, C - end), a.dtype))
+    if first:
+        start = total[..., first - 1 : first, :]
+        columns = b[..., :first, :] * jnp.exp(start - total[..., :first, :])
+        rows = rows * jnp.exp(decayed - start)
+        parts.insert(0, dot("nik,njk->nij", rows, columns))
+    return jnp.concatenate(parts, axis=-1)
 
 
 def chunked(
@@ -124,18 +141,23 @@ def chunked(
     v: Float[Array, "B T H V"],
     decay: Float[Array, "B T H K"],
     beta: Float[Array, "B T H"],
-    chunk: int = CHUNK,
+    chunk: int = 64,
+    steepest: float = -math.inf,
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
     """`recurrent`, a chunk at a time: the tokens of a chunk meet in products, only chunks follow each other.
 
     Within a chunk, with G the running sum of the log decay and A[i, j] = k_i . (k_j exp(G_i - G_j)), the errors u
     solve (I + beta tril(A, -1)) u = beta (v - (k exp(G)) state). Padding to whole chunks has no decay and no beta.
+    `steepest`: a bound that no log decay of a token falls below.
     """
     T = q.shape[1]
     block = min(BLOCK, chunk)
     chunk = min(-(-chunk // block), -(-T // block)) * block
     parts = [_in_chunks(x, chunk) for x in (q, k, v, decay, beta[..., None])]
-    state, o = jax.lax.scan(_chunk_step, state, _chunk_terms(*parts, block=block))
+    # Chunks, rows and heads as one dim: XLA:CPU of jaxlib 0.10.2 hangs or crashes in reductions of rank 7 (jax #39257).
+    terms = _chunk_terms(*(x.reshape(-1, *x.shape[3:]) for x in parts), block=block, steepest=steepest)
+    terms = [x.reshape(*parts[0].shape[:3], *x.shape[1:]) for x in terms]
+    state, o = jax.lax.scan(_chunk_step, state, terms)
     o = jnp.moveaxis(o, (0, 3), (1, 2))  # [n, B, H, C, V] -> [B, n, C, H, V]
     return state, o.reshape(o.shape[0], -1, *o.shape[3:])[:, :T]
 
@@ -147,24 +169,46 @@ def _in_chunks(x: Float[Array, "B T H K"], chunk: int) -> Float[Array, "n B H C 
     return jnp.moveaxis(x, (1, 3), (0, 2))
 
 
-def _chunk_terms(q: Array, k: Array, v: Array, decay: Array, beta: Array, block: int) -> tuple[Array, ...]:
-    """What a chunk needs besides the state, for all chunks at once; all [n, B, H, ...]."""
-    total = jnp.cumsum(decay, axis=-2)
+def unit_lower_inverse(lower: Float[Array, "n C C"]) -> Float[Array, "n C C"]:
+    """(I + lower)^-1 of strictly lower triangles, by doubling: two inverted blocks and what lies below give the next.
+
+    As exact as forward substitution, unlike a Neumann series, whose terms grow without bound. Not a library's
+    triangular solve: the one of jaxlib 0.10.2 deadlocks on CPU when two of a program run at once.
+    """
+    n, C = lower.shape[:2]
+    size = 1 << (C - 1).bit_length()
+    lower = jnp.pad(lower, ((0, 0), (0, size - C), (0, size - C)))
+    inverse = jnp.ones((n, size, 1, 1), lower.dtype)
+    s = 1
+    while s < size:
+        pair = jnp.arange(size // (2 * s), dtype=jnp.int32)
+        below = lower.reshape(n, len(pair), 2, s, len(pair), 2, s)[:, pair, 1, :, pair, 0]
+        top, bottom = inverse[:, 0::2], inverse[:, 1::2]
+        corner = -dot("npij,npjk,npkl->npil", bottom, jnp.moveaxis(below, 0, 1), top)
+        upper = jnp.concatenate([top, jnp.zeros_like(top)], -1)
+        inverse = jnp.concatenate([upper, jnp.concatenate([corner, bottom], -1)], -2)
+        s *= 2
+    return inverse[:, 0, :C, :C]
+
+
+def _chunk_terms(
+    q: Array, k: Array, v: Array, decay: Array, beta: Array, block: int, steepest: float
+) -> tuple[Array, ...]:
+    """What a chunk needs besides the state, for all chunks at once."""
+    C = k.shape[-2]
+    # A running sum as a product: XLA's scan would be fused into, and computed again by, everything that reads it.
+    total = dot("ij,njk->nik", jnp.tril(jnp.ones((C, C), k.dtype)), decay)
     grown = jnp.exp(total)
-    among_keys = beta * jnp.tril(decayed_products(k, k, total, block), -1)
-    right = jnp.concatenate([beta * v, beta * k * grown], -1)
-    solved = jax.lax.linalg.triangular_solve(
-        among_keys + jnp.eye(k.shape[-2], dtype=k.dtype), right, left_side=True, lower=True, unit_diagonal=True
-    )
-    errors, seen = jnp.split(solved, [v.shape[-1]], axis=-1)
-    among = decayed_products(q, k, total, block)
+    among_keys = beta * jnp.tril(decayed_products(k, k, total, block, steepest), -1)
+    solve = beta[..., 0][..., None, :] * unit_lower_inverse(among_keys)
+    errors, seen = dot("nij,njv->niv", solve, v), dot("nij,njk->nik", solve, k * grown)
+    among = decayed_products(q, k, total, block, steepest)
     last = total[..., -1:, :]
     return errors, seen, q * grown, among, k * jnp.exp(last - total), jnp.exp(last)
 
 
-def _chunk_step(state: Array, terms: tuple[Array, ...]) -> tuple[Array, Array]:
+def _chunk_step(state: Array, terms: list[Array]) -> tuple[Array, Array]:
     errors, seen, reads, among, writes, kept = terms
-    dot = lambda spec, *x: jnp.einsum(spec, *x, precision=HIGHEST)  # noqa: E731
     errors = errors - dot("bhck,bhkv->bhcv", seen, state)
     o = dot("bhck,bhkv->bhcv", reads, state) + dot("bhij,bhjv->bhiv", among, errors)
     state = jnp.swapaxes(kept, -1, -2) * state + dot("bhck,bhcv->bhkv", writes, errors)
@@ -232,8 +276,10 @@ class KDA(nnx.Module):
         if q.shape[1] == 1:
             memory, o = step(memory, *(x[:, 0] for x in (*masked, decay, beta)))
             return memory, o[:, None]
-        form = recurrent if step_.forms.kda == "recurrent" else chunked
-        return form(memory, *masked, decay, beta)
+        if step_.forms.kda == "recurrent":
+            return recurrent(memory, *masked, decay, beta)
+        bound = self.config.decay_lower_bound
+        return chunked(memory, *masked, decay, beta, step_.forms.chunk, -math.inf if bound is None else bound)
 
     def _gated(self, o: Float[Array, "B T H V"], x: Array) -> Float[Array, "B T HV"]:
         """rmsnorm over each head times sigmoid of the output gate, in at least float32, rounded once."""

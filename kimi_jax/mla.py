@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from .config import Config
-from .indexer import Indexer, score, score_cache, select_sorted, select_top_k
+from .indexer import Indexer, score, score_cache, select_mask, select_sorted, select_top_k
 from .layers import HIGHEST, at_least_float32, linear, rms_norm, weight, widen
 from .state import MLAState, Step, from_cache, read_block, write_rows
 
@@ -41,15 +41,17 @@ def expanded(
     w_v_b: Float[Array, "H V C"],
     allowed: Bool[Array, "B T S"],
     scale: float,
+    bias: Float[Array, "B T S"] | float = 0.0,
 ) -> Float[Array, "B T H V"]:
-    """softmax(q k^T scale) v with every key and value written out: the definition."""
+    """softmax(q k^T scale + bias) v with every key and value written out: the definition."""
     q, latents = widen(q), widen(latents)
     c, k_rope = latents[..., : w_k_b.shape[-1]], latents[..., w_k_b.shape[-1] :]
     k_nope = dot("bsc,hnc->bshn", c, widen(w_k_b))
     v = dot("bsc,hvc->bshv", c, widen(w_v_b))
     q_nope, q_rope = q[..., : w_k_b.shape[1]], q[..., w_k_b.shape[1] :]
     scores = dot("bthn,bshn->bhts", q_nope, k_nope) + dot("bthr,bsr->bhts", q_rope, k_rope)
-    weights = jax.nn.softmax(jnp.where(allowed[:, None], scores * scale, -jnp.inf), axis=-1)
+    scores = scores * scale + jnp.expand_dims(bias, -3) if jnp.ndim(bias) else scores * scale
+    weights = jax.nn.softmax(jnp.where(allowed[:, None], scores, -jnp.inf), axis=-1)
     return dot("bhts,bshv->bthv", weights, v)
 
 
@@ -174,12 +176,17 @@ class MLA(nnx.Module):
         total = step.start + step.lengths
         latents = read_block(state.latents, step.group, jnp.int32(0), S, total, q.dtype)
         allowed = jnp.arange(S, dtype=jnp.int32) <= step.positions[..., None]
+        bias = 0.0
         if self.config.sparse and state.index_keys is not None:
             q_i, w_i = self.indexer.queries(x, latent)
             keys = read_block(state.index_keys, step.group, jnp.int32(0), S, total, q.dtype)
-            scores = jnp.where(allowed, score(q_i, w_i, keys), -jnp.inf)
-            allowed = allowed & select_sorted(scores, self.config.index_topk)
-        return expanded(q, latents, self.w_k_b[...], self.w_v_b[...], allowed, self._scale)
+            scores = score(q_i, w_i, keys)
+            teach = step.forms.select == "teach"
+            select = select_mask if teach else select_sorted
+            allowed &= select(jax.lax.stop_gradient(jnp.where(allowed, scores, -jnp.inf)), self.config.index_topk)
+            if teach:  # a value of zero through which attention's gradient reaches the scores
+                bias = scores - jax.lax.stop_gradient(scores)
+        return expanded(q, latents, self.w_k_b[...], self.w_v_b[...], allowed, self._scale, bias)
 
     def _absorbed(self, q: Array, x: Array, latent: Array, state: MLAState, step: Step) -> Array:
         N, C = self.config.nope_dim, self.config.kv_rank

@@ -87,7 +87,7 @@ def dense(
 ) -> Float[Array, "P L"]:
     """Every expert on every row, then a mask: slow, and plainly right. Ids outside the experts held weigh nothing."""
     w_gate, w_up, w_down = (experts.whole(name, group, z.dtype) for name in ("gate", "up", "down"))
-    every = lambda x, w: jnp.stack([linear(r, m) for r, m in zip(x, w, strict=True)])  # noqa: E731
+    every = jax.vmap(linear)
     rows = jnp.broadcast_to(z, (w_gate.shape[0], *z.shape))
     hidden = situ(every(rows, w_gate), every(rows, w_up), experts.config).astype(z.dtype)
     outputs = widen(every(hidden, w_down))

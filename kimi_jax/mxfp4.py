@@ -4,6 +4,7 @@ A nibble is a sign (bit 3) and a magnitude out of 0, 0.5, 1, 1.5, 2, 3, 4, 6 (E2
 (E8M0) stands for 2^(s - 127); 255 is no scale, and the checkpoint reader refuses it.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -136,11 +137,11 @@ def matmul(
     packed: UInt8[Array, "outputs half"],
     scale: UInt8[Array, "outputs groups"],
 ) -> Float[Array, "rows outputs"]:
-    """x times the transposed weights, summed in float32 or wider. Even and odd inputs stay apart."""
+    """x times the transposed weights, summed in float32 or wider, even and odd inputs apart."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
     low, high = decode(packed, scale, x.dtype)
-    even = jnp.matmul(x[:, 0::2], low.T, preferred_element_type=wide)
-    return even + jnp.matmul(x[:, 1::2], high.T, preferred_element_type=wide)
+    dot = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST, preferred_element_type=wide)
+    return dot(x[:, 0::2], low.T) + dot(x[:, 1::2], high.T)
 
 
 def _check_sizes(packed: tuple[int, ...], scale: tuple[int, ...]) -> None:

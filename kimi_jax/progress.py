@@ -2,7 +2,6 @@
 
 import sys
 import time
-from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -26,7 +25,7 @@ class Progress:
         self._begun = time.monotonic()
         self._shown = False
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Progress":
         return self
 
     def advance(self, amount: int) -> None:

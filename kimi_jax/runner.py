@@ -15,7 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array
 
 from . import generate as generation
-from .checkpoint import Checkpoint  # noqa
+from .checkpoint import Checkpoint
 from .collectives import DATA, MODEL, ranks
 from .config import Config
 from .model import Kimi, build, declare, new_state, spans

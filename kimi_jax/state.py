@@ -5,7 +5,6 @@ the whole stack travels through a step, a layer reads and writes at its own grou
 """
 
 import dataclasses
-from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +13,20 @@ from jaxtyping import Array, Bool, Float, Int
 
 @dataclasses.dataclass(frozen=True)
 class Forms:
-    """Which form of each hard operation runs: the plain definition or the fast one. They agree; tests hold them to it."""
+    """Which form of each hard operation runs: the plain definition or the fast one. They agree; tests hold them to it.
+
+    The fast forms of attention and experts loop as often as the data says and have no gradient: training takes `TRAINING`.
+    """
 
     kda: str = "chunked"  # or "recurrent"
-    mla: str = "absorbed"  # or "expanded"
-    select: str = "top_k"  # or "sort"
+    mla: str = "absorbed"  # or "expanded", which selects by a full sort
     moe: str = "grouped"  # or "dense"
+    chunk: int = 64  # tokens of a KDA chunk
+    select: str = "plain"  # or "teach": attention's gradient reaches the indexer, whose choice has none
 
 
-DEFINITIONS = Forms("recurrent", "expanded", "sort", "dense")
+DEFINITIONS = Forms(kda="recurrent", mla="expanded", moe="dense")
+TRAINING = Forms(mla="expanded", moe="dense", chunk=16, select="teach")
 
 
 @jax.tree_util.register_dataclass
@@ -38,7 +42,7 @@ class Step:
     forms: Forms = dataclasses.field(metadata={"static": True})
 
     @classmethod
-    def of(cls, start: Array, lengths: Array, T: int, forms: Forms) -> Self:
+    def of(cls, start: Array, lengths: Array, T: int, forms: Forms) -> "Step":
         new = jnp.arange(T, dtype=jnp.int32)
         return cls(start, lengths, start[:, None] + new, new < lengths[:, None], 0, forms)
 
