@@ -1,7 +1,7 @@
 """The decoder, top to bottom: Layer, stacks of equal groups of layers, Kimi; and how its weights are declared and built."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -114,8 +114,8 @@ class Stack(nnx.Module):
                 param.set_value(jax.ShapeDtypeStruct((span.groups, *one.shape), one.dtype))
                 param.set_metadata(dims=("G", *param.get_metadata()["dims"]))
 
-    def __call__(self, x: Array, bank: Array, states: list, step: Step) -> tuple[Array, Array, list, Array]:
-        """x, bank, the states and the mixtures' weights [2 * layers, N + 1, P] (empty when scanned)."""
+    def __call__(self, x: Array, bank: Array, states: list, step: Step) -> tuple[Array, Array, list, list]:
+        """x, bank, the states and the mixtures' weights, two [N + 1, P] a layer (none where layers are scanned)."""
         graph, experts, rest = nnx.split(self.layers, Expert, ...)
         if self.span.groups == 1:
             layers = nnx.merge(graph, experts, jax.tree.map(lambda w: w[0], rest))
@@ -130,7 +130,7 @@ class Stack(nnx.Module):
         (x, bank, states), _ = jax.lax.scan(one, (x, bank, states), (groups, rest))
         return x, bank, states, []
 
-    def _group(self, layers: nnx.List, carry: tuple, step: Step, group: int | Array) -> tuple:
+    def _group(self, layers: Sequence[Layer], carry: tuple, step: Step, group: int | Array) -> tuple:
         x, bank, states = carry
         states, mixtures = list(states), []
         for j, layer in enumerate(layers):

@@ -311,7 +311,7 @@ def load(
     config = Config.from_hf(path)
     with Checkpoint(path, config) as checkpoint:
         program = make_program(config, mesh, placement, dtype, packed=checkpoint.packed, scan=scan, forms=forms)
-        tokenizer = Tokenizer.from_folder(path) if Tokenizer.is_in(path) else None
+        tokenizer = Tokenizer.from_folder(path, config.vocab) if Tokenizer.is_in(path) else None
         total = sum(w.dtype.itemsize * int(np.prod(w.shape)) for w in declare(program.declared))
         with Progress("loading", total, "bytes", show=progress) as bar:
             weights = build(program.declared, program.place, program.mesh, checkpoint.read, bar.advance)

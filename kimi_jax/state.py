@@ -5,10 +5,14 @@ the whole stack travels through a step, a layer reads and writes at its own grou
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+
+
+Leaf = Any  # an array, or what stands for one in a tree of the same form: its shape, its mesh axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,10 +66,10 @@ def _put(array: Array, group: int | Array, value: Array) -> Array:
 class KDAState:
     """The delta-rule memory and the last W - 1 convolution inputs of q, k and v, which are cut by head one by one."""
 
-    memory: Float[Array, "*G B H K V"]
-    window_q: Float[Array, "*G B W1 HK"]
-    window_k: Float[Array, "*G B W1 HK"]
-    window_v: Float[Array, "*G B W1 HV"]
+    memory: Leaf  # [G, B, H, K, V], at least float32
+    window_q: Leaf  # [G, B, W - 1, H K]
+    window_k: Leaf  # [G, B, W - 1, H K]
+    window_v: Leaf  # [G, B, W - 1, H V]
 
     def at(self, group: int | Array) -> "KDAState":
         """The state of one layer, without the leading group dim."""
@@ -88,8 +92,8 @@ class MLAState:
     bfloat16 caches are kept as their bits (uint16) on CPU, where a bfloat16 update would convert the whole cache.
     """
 
-    latents: Array  # [G, B, S, R]
-    index_keys: Array | None  # [G, B, S, I]
+    latents: Leaf  # [G, B, S, R]
+    index_keys: Leaf | None  # [G, B, S, I]
 
 
 @jax.tree_util.register_dataclass
@@ -98,8 +102,8 @@ class State:
     """All that the model keeps of a batch of requests between calls. `prefill` and `decode` consume it and return the next."""
 
     layers: list[list[KDAState | MLAState]]
-    length: Int[Array, " B"]  # tokens seen by each row
-    hidden: Float[Array, "B D"]  # normed output at each row's last token, for rows that bring no token
+    length: Leaf  # [B], tokens seen by each row
+    hidden: Leaf  # [B, D], normed output at each row's last token, for rows that bring no token
     max_length: int = dataclasses.field(metadata={"static": True})
 
 

@@ -73,12 +73,27 @@ class Tokenizer:
             "kimi", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={}
         )
 
+    @staticmethod
+    def is_in(path: str | os.PathLike[str]) -> bool:
+        """Whether a folder holds tokenizer files at all, one of the two being enough to expect both."""
+        return any((Path(path) / name).exists() for name in (RANKS_FILE, CONFIG_FILE))
+
     @classmethod
-    def from_folder(cls, path: str | os.PathLike[str]) -> "Tokenizer":
-        """Reads `tiktoken.model` and `tokenizer_config.json`; one error lists every problem."""
+    def from_folder(cls, path: str | os.PathLike[str], vocab: int | None = None) -> "Tokenizer":
+        """Reads `tiktoken.model` and `tokenizer_config.json`; one error lists every problem.
+
+        With a model's `vocab` given, ids that the files do not name become special tokens
+        `<|reserved_token_ID|>`, since a model may sample them, and ids outside it are an error.
+        """
         problems: list[str] = []
         ranks = _read_ranks(Path(path) / RANKS_FILE, problems)
         special = _read_special(Path(path) / CONFIG_FILE, problems)
+        if vocab is not None:
+            used = {*ranks.values(), *special.values()}
+            outside = sorted(token for token in used if token >= vocab)
+            if outside:
+                problems.append(f"ids {_some(outside)} are outside the model's vocabulary of {vocab}")
+            special |= {f"<|reserved_token_{i}|>": i for i in range(vocab) if i not in used}
         if ranks:
             problems += _rank_problems(ranks)
         _raise_all(f"tokenizer in {path}", [*problems, *_special_problems(ranks, special)])

@@ -1,0 +1,45 @@
+"""What all tests share: a quiet CPU, a compilation cache, shape checks on every signature, the golden checkpoints."""
+
+import lzma
+import os
+import tarfile
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import pytest
+from jaxtyping import install_import_hook
+from safetensors.numpy import load_file
+
+ROOT = Path(__file__).parents[1]
+GOLDEN = ROOT / "tests" / "golden"
+
+jax.config.update("jax_enable_x64", True)  # float64 is the yardstick; every index is pinned to int32 all the same
+jax.config.update("jax_numpy_rank_promotion", "allow")
+jax.config.update("jax_compilation_cache_dir", os.environ.get("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".jax_cache")))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+install_import_hook("kimi_jax", "beartype.beartype")
+
+
+@pytest.fixture(scope="session")
+def golden(tmp_path_factory):
+    """name -> (checkpoint folder, expected arrays) of a golden model, unpacked once."""
+    unpacked = {}
+
+    def get(name: str):
+        if name not in unpacked:
+            folder = tmp_path_factory.mktemp(name)
+            with lzma.open(GOLDEN / name / "checkpoint.tar.xz") as file, tarfile.open(fileobj=file) as tar:
+                tar.extractall(folder, filter="data")
+            unpacked[name] = folder, load_file(GOLDEN / name / "expected.safetensors")
+        return unpacked[name]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def ops():
+    """The golden arrays of one operation by name."""
+    return lambda name: load_file(GOLDEN / "ops" / f"{name}.safetensors")
