@@ -20,29 +20,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import regex
+from book import BATCH, BOOK, SHIPPED, split, windows
 
 import kimi_jax as kj
 from kimi_jax import mxfp4, tokenizer
-from kimi_jax.checkpoint import save_hf, to_hf
+from kimi_jax.checkpoint import save_hf, shapes, to_hf
 from kimi_jax.model import declare
 from kimi_jax.runner import make_program
 from kimi_jax.state import TRAINING
 
-HERE = Path(__file__).parent
-BOOK = HERE / "data" / "alice.txt"
-SHIPPED = HERE.parent / "kimi_jax" / "shipped"
 RANKS = 448
 SPECIAL = (
     "[BOS]", "[EOS]", "<|end_of_msg|>", "<|open|>", "<|close|>", "<|sep|>",
     "<|media_begin|>", "<|media_content|>", "<|media_end|>", "<|media_pad|>", "[UNK]", "[PAD]",
 )  # fmt: skip
 VOCAB = 512
-
-
-def split(text: str) -> tuple[str, str]:
-    """The first nine tenths, to train on, and the last tenth, to measure on."""
-    cut = len(text) * 9 // 10
-    return text[:cut], text[cut:]
 
 
 def small_config() -> kj.Config:
@@ -170,30 +162,19 @@ def make_update(program, optimizer, options):
     return update
 
 
-def make_measure(program, held_out: np.ndarray, byte_count: int, window: int = 256):
+def make_measure(program, held_out: list[int], byte_count: int):
     """Bits per byte of the held-out ids, in windows of which the first half is context."""
-    ids = np.concatenate([[small_config().bos], held_out]).astype(np.int32)
-    starts = range(0, len(ids) - 1, window // 2)
-    rows = np.zeros((len(starts), window + 1), np.int32)
-    counted = np.zeros((len(starts), window), bool)
-    for row, mask, start in zip(rows, counted, starts, strict=True):
-        begin = max(0, start - window // 2)
-        piece = ids[begin : begin + window + 1]
-        row[: len(piece)] = piece
-        mask[start - begin : min(start - begin + window // 2, len(piece) - 1)] = True
-    assert counted.sum() == len(held_out)
+    rows, counted = windows(held_out, program.config.bos)
 
     @jax.jit
     def nats(weights, rows, counted):
         return jnp.sum(cross_entropy(program, weights, rows[:, :-1], rows[:, 1:]) * counted)
 
     def measure(weights: dict) -> float:
-        total = sum(float(nats(weights, rows[i : i + 8], counted[i : i + 8])) for i in range(0, len(rows), 8))
+        pieces = [slice(at, at + BATCH) for at in range(0, len(rows), BATCH)]
+        total = sum(float(nats(weights, rows[piece], counted[piece])) for piece in pieces)
         return total / math.log(2) / byte_count
 
-    pad = -len(rows) % 8
-    rows = np.concatenate([rows, rows[:1].repeat(pad, 0)])
-    counted = np.concatenate([counted, np.zeros((pad, window), bool)])
     return measure
 
 
@@ -204,8 +185,12 @@ def export(program, weights: dict, out: Path, ranks: dict[bytes, int], figures: 
         value = np.asarray(weights[w.path])
         for g, name in enumerate(w.names):
             ours[name] = value[g] if w.dims[0] == "G" else value
-    for name in [n for n in ours if ".experts.w_" in n]:
-        ours[name], ours[name.replace(".w_", ".s_")] = mxfp4.pack(ours[name])
+    released = shapes(program.config, packed=True)
+    for name, value in list(ours.items()):
+        if ".experts.w_" in name:
+            ours[name], ours[name.replace(".w_", ".s_")] = mxfp4.pack(value)
+        else:
+            ours[name] = value.astype(released[name][1])
     save_hf(out, program.config.to_hf(), to_hf(program.config, ours), overwrite=True)
     tokenizer.write_tokenizer(out, ranks, {content: RANKS + i for i, content in enumerate(SPECIAL)})
     (out / "training.json").write_text(json.dumps(figures, indent=1) + "\n")
@@ -244,7 +229,7 @@ def train(options: argparse.Namespace) -> None:
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
     moments, average = optimizer.init(weights), weights
     update = make_update(program, optimizer, options)
-    measure = make_measure(program, np.array(ids), len(held_out.encode()))
+    measure = make_measure(program, ids, len(held_out.encode()))
     segmenter, rng = Segmenter(training, ranks, options.seed), np.random.default_rng(options.seed)
     stream, began, step, last = segmenter.encode(options.skip), time.monotonic(), 0, 0.0
     losses: list[float] = []

@@ -1,0 +1,7 @@
+"""`python -m kimi_jax` is the command `kimi-jax`."""
+
+import sys
+
+from .cli import main
+
+sys.exit(main())

@@ -1,0 +1,416 @@
+"""The command line: what it prints, and the exit code and message of all that it refuses."""
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import kimi_jax as kj
+from kimi_jax import cli, tokenizer
+from kimi_jax.checkpoint import hf_shapes, random_tensors, save_hf
+
+SPECIAL = ("[BOS]", "[EOS]", "[PAD]")
+RANKS = 260
+CONFIG = dataclasses.replace(
+    kj.Config.k3_1(),
+    **{"hidden": 32, "layers": 3, "vocab": RANKS + 3, "mla_layers": (2,), "residual_block": 2},
+    **{"max_positions": 64, "kda_heads": 2, "kda_key_dim": 8, "kda_value_dim": 8, "heads": 2},
+    **{"q_rank": 16, "kv_rank": 16, "nope_dim": 8, "rope_dim": 4, "value_dim": 8},
+    **{"dense_ffn": 32, "experts": 4, "active_experts": 2, "latent": 32, "expert_ffn": 32},
+    **{"index_heads": 2, "index_dim": 8, "index_topk": 8},
+    **{"bos": RANKS, "eos": (RANKS + 1,), "pad": RANKS + 2},
+)
+LAYER = "language_model.model.layers."
+A_LOG = f"{LAYER}0.self_attn.A_log"
+NORM = f"{LAYER}1.input_layernorm.weight"
+SCALE = f"{LAYER}1.block_sparse_moe.experts.3.w2.weight_scale"
+
+
+@pytest.fixture(scope="module")
+def tensors():
+    return random_tensors(CONFIG, seed=1)
+
+
+@pytest.fixture(scope="module")
+def saved(tensors, tmp_path_factory):
+    """A whole checkpoint with a tokenizer, not to be changed."""
+    folder = tmp_path_factory.mktemp("cli") / "checkpoint"
+    save_hf(folder, CONFIG.to_hf(), tensors, shard_bytes=40_000)
+    ranks = tokenizer.train_ranks("the cat and the hat and the mat", RANKS)
+    tokenizer.write_tokenizer(folder, ranks, {s: RANKS + i for i, s in enumerate(SPECIAL)})
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    return folder
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+    """A copy to plant faults in."""
+    return shutil.copytree(saved, tmp_path / "copy")
+
+
+@pytest.fixture(scope="module")
+def model(saved):
+    return kj.load(saved)
+
+
+@pytest.fixture
+def loaded(model, saved, monkeypatch):
+    """Every command of the test gets the one model, which compiles once."""
+    monkeypatch.setattr(cli, "SHIPPED", saved)
+    monkeypatch.setattr(kj, "load", lambda path, dtype=None: model)
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs a command: its exit code, standard output, standard error."""
+
+    def command(*words):
+        code = cli.main([str(word) for word in words])
+        return code, *capsys.readouterr()
+
+    return command
+
+
+def assert_refused(result, *parts):
+    code, out, err = result
+    assert (code, out) == (2, "")
+    assert err.startswith("kimi-jax: error: ") and "Traceback" not in err
+    for part in parts:
+        assert part in err
+
+
+# Folders that cannot be used.
+
+
+def test_missing_folder(run, tmp_path):
+    assert_refused(run("generate", "a", "--model", tmp_path / "gone"), "gone", "no such folder")
+    assert_refused(run("inspect", tmp_path / "gone"), "no such folder")
+
+
+def test_folder_without_config(run, folder):
+    (folder / "config.json").unlink()
+    assert_refused(run("generate", "a", "--model", folder), "copy", "no config.json")
+    assert_refused(run("inspect", folder), "no config.json")
+
+
+def test_config_that_is_no_json(run, folder):
+    (folder / "config.json").write_text("{")
+    assert_refused(run("inspect", folder), "config.json", "not a JSON file")
+
+
+def test_config_without_a_key(run, folder):
+    config = CONFIG.to_hf()
+    del config["text_config"]["hidden_size"], config["text_config"]["q_lora_rank"]
+    (folder / "config.json").write_text(json.dumps(config))
+    for command in (("generate", "a", "--model"), ("inspect",)):
+        assert_refused(run(*command, folder), "2 problems", "hidden_size", "q_lora_rank")
+
+
+def test_missing_shard(run, folder):
+    shard = sorted(folder.glob("*.safetensors"))[1]
+    shard.unlink()
+    for command in (("generate", "a", "--model"), ("inspect",)):
+        assert_refused(run(*command, folder), shard.name, "No such file")
+
+
+def test_truncated_shard(run, folder):
+    shard = sorted(folder.glob("*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:-10])
+    for command in (("generate", "a", "--model"), ("inspect",)):
+        assert_refused(run(*command, folder), shard.name, "truncated")
+
+
+def test_corrupt_header(run, folder):
+    shard = sorted(folder.glob("*.safetensors"))[0]
+    content = bytearray(shard.read_bytes())
+    content[8:12] = b"????"
+    shard.write_bytes(content)
+    for command in (("generate", "a", "--model"), ("inspect",)):
+        assert_refused(run(*command, folder), shard.name, "corrupt header")
+
+
+def nan_like(array):
+    return np.full_like(array, np.nan)
+
+
+def tail(array):
+    return np.concatenate([array[:-1], np.ones_like(array[-1:])])
+
+
+def scale_255(array):
+    return np.full_like(array, 255)
+
+
+@pytest.mark.parametrize(
+    "name, change, message",
+    [
+        (NORM, lambda a: None, f"missing, shape [{CONFIG.hidden}] is expected"),
+        (NORM, lambda a: a[:-1], f"shape [{CONFIG.hidden - 1}], expected [{CONFIG.hidden}]"),
+        (NORM, lambda a: a.astype(np.int8), "dtype I8, expected BF16"),
+        (A_LOG, tail, "values other than zero after the 2 heads"),
+        (SCALE, scale_255, "scale byte 255"),
+        (NORM, nan_like, "NaN"),
+    ],
+)
+def test_tensors_that_cannot_be_used(run, tensors, tmp_path, name, change, message):
+    changed = {**tensors, name: change(tensors[name])}
+    kept = {key: array for key, array in changed.items() if array is not None}
+    save_hf(tmp_path / "changed", CONFIG.to_hf(), kept)
+    assert_refused(run("generate", "1", "--tokens", "--model", tmp_path / "changed"), name, message)
+
+
+def test_broken_tokenizer(run, folder):
+    (folder / "tokenizer_config.json").unlink()
+    assert_refused(run("generate", "a", "--model", folder), "tokenizer_config.json")
+
+
+# Prompts and options that cannot be used.
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ((), "no prompt"),
+        (("",), "prompt 0 is empty"),
+        (("a", ""), "prompt 1 is empty"),
+        (("cat " * 40,), "the context of 64 leaves no room"),
+        (("1,999", "--tokens"), "999 is no token id below the vocabulary of 263"),
+        (("1,x", "--tokens"), "whole numbers"),
+        (("", "--tokens"), "prompt 0 is empty"),
+        (("a", "--max-new-tokens", 0), "max_new_tokens must be a positive whole number, got 0"),
+        (("a", "--max-new-tokens", "x"), "--max-new-tokens: invalid int value: 'x'"),
+        (("a", "--temperature", -1), "temperature must be a finite number >= 0, got -1.0"),
+        (("a", "--temperature", "nan"), "temperature must be a finite number"),
+        (("a", "--top-p", 2), "top_p must lie in 0..1, got 2.0"),
+        (("a", "--top-k", -1), "top_k must be a whole number >= 0"),
+        (("a", "--min-p", 1.5), "min_p must lie in 0..1, got 1.5"),
+        (("a", "--seed", -1), "seed must be a whole number"),
+        (("a", "--stop", ""), "an empty stop string"),
+        (("a", "--logprobs", 0), "--logprobs must be a positive number"),
+        (("a", "--logprobs", 999), "logprobs must be"),
+        (("a", "--dtype", "float8"), "--dtype: invalid choice: 'float8'"),
+        (("a", "--devices", 0), "--devices: '0' is not a positive whole number"),
+        (("a", "--temprature", 1), "unrecognized arguments"),
+    ],
+)
+def test_prompts_and_options_that_cannot_be_used(run, loaded, words, message):
+    assert_refused(run("generate", *words), message)
+
+
+def test_text_needs_a_tokenizer_and_ids_do_not(run, folder):
+    for name in ("tiktoken.model", "tokenizer_config.json"):
+        (folder / name).unlink()
+    assert_refused(run("generate", "text", "--model", folder), "this folder has no tokenizer")
+    words = ("--tokens", "--max-new-tokens", 2, "--model", folder)
+    code, out, _ = run("generate", "7,300", *words)
+    assert (code, out) == (2, "")
+    code, out, err = run("generate", "7,12", *words)
+    assert code == 0 and re.fullmatch(r"7,12(,\d+){0,2}\n", out) and "new tokens" in err
+    code, out, _ = run("generate", "7,12", "--json", *words)
+    assert code == 0 and json.loads(out)["text"] is None
+
+
+@pytest.mark.parametrize("words", [(), ("dance",)])
+def test_no_command(run, words):
+    assert_refused(run(*words), "kimi-jax --help")
+
+
+def test_compile_of_no_config(run, tmp_path):
+    assert_refused(run("bench", "--compile", "k4"), "k3, k3.1 or the path")
+    assert_refused(run("bench", "--compile", tmp_path), "config.json")
+
+
+# What works.
+
+
+def test_a_prompt_is_shown_and_continued(run, loaded, model):
+    code, out, err = run("generate", "the cat", "--max-new-tokens", 5)
+    (expected,) = model.generate("the cat", max_new_tokens=5)
+    assert code == 0 and out == f"the cat{expected.text}\n"
+    counts = f"{expected.usage.prompt_tokens} prompt tokens.* {len(expected.tokens)} new tokens"
+    assert len(err.splitlines()) == 1 and re.search(counts, err)
+
+
+def test_json_has_a_line_for_each_prompt(run, loaded, model):
+    sampled = ("--temperature", 0.9, "--top-k", 50, "--top-p", 0.9, "--min-p", 0.01, "--seed", 4)
+    code, out, err = run("generate", "the cat", "a", "--json", "--max-new-tokens", 4, *sampled)
+    lines = [json.loads(line) for line in out.splitlines()]
+    sampling = kj.Sample(0.9, 50, 0.9, 0.01)
+    wanted = model.generate(["the cat", "a"], max_new_tokens=4, sampling=sampling, seed=4)
+    assert (code, err) == (0, "")
+    assert [line["prompt"] for line in lines] == ["the cat", "a"]
+    assert [line["tokens"] for line in lines] == [one.tokens for one in wanted]
+    assert [line["text"] for line in lines] == [one.text for one in wanted]
+    assert [line["finish_reason"] for line in lines] == [one.finish_reason for one in wanted]
+
+
+def test_logprobs(run, loaded):
+    words = ("generate", "the cat", "--max-new-tokens", 3, "--logprobs", 2)
+    _, out, _ = run(*words, "--json")
+    line = json.loads(out)
+    assert len(line["logprobs"]) == len(line["tokens"])
+    assert all(len(one["top"]) == 2 for one in line["logprobs"])
+    code, out, _ = run(*words)
+    assert code == 0 and "log-probabilities" in out
+    assert all(f"{one['logprob']:.3f}" in out for one in line["logprobs"])
+
+
+def test_several_prompts_are_printed_whole(run, loaded):
+    code, out, _ = run("generate", "the cat", "a", "--max-new-tokens", 2)
+    assert code == 0 and out.startswith("the cat") and "\n\na" in out
+
+
+def test_standard_input_is_a_prompt(run, loaded, monkeypatch):
+    code, direct, _ = run("generate", "the cat\n", "--max-new-tokens", 2)
+    monkeypatch.setattr("sys.stdin.read", lambda: "the cat\n\n", raising=False)
+    assert code == 0 and run("generate", "-", "--max-new-tokens", 2)[1] == direct
+
+
+def test_stop_text_ends_a_reply(run, loaded):
+    _, out, _ = run("generate", "the cat", "--max-new-tokens", 8)
+    reply = out.removeprefix("the cat")
+    stop = reply[2:4]
+    _, stopped, _ = run("generate", "the cat", "--max-new-tokens", 8, "--stop", stop)
+    assert stopped == f"the cat{reply[: reply.index(stop)]}\n"
+
+
+def test_nan_logits_are_an_error_of_their_own(run, loaded, model, monkeypatch):
+    broken = {
+        path: w * float("nan") if path[-1] == "head" else w for path, w in model.weights.items()
+    }
+    monkeypatch.setattr(kj, "load", lambda *a, **k: dataclasses.replace(model, weights=broken))
+    for words in ((), ("--json",)):
+        code, _, err = run("generate", "the cat", *words)
+        assert code == 1 and ("NaN" in err or words)
+
+
+def test_ctrl_c(run, loaded, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_compile", interrupted)
+    assert run("generate", "the cat") == (130, "the cat", "\n")
+
+
+def test_unforeseen_errors_keep_their_traceback(run, loaded, monkeypatch):
+    def broken(*_):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(cli, "_compile", broken)
+    with pytest.raises(ZeroDivisionError):
+        run("generate", "the cat")
+
+
+def test_inspect_groups_tensors_and_totals_them(run, saved, tensors):
+    code, out, err = run("inspect", saved)
+    assert (code, err) == (0, "")
+    nbytes = sum(array.nbytes for array in tensors.values())
+    assert f"{len(tensors):,} tensors, {nbytes:,} bytes" in out
+    for part in ("K K M", "d e e", "MXFP4", "263 ids of which 3 special", "8 keys by 2 heads"):
+        assert part in out
+    packed = re.search(r"experts\.\*\.w1\.weight_packed +(\d+) +(\S+ x \S+) +U8", out)
+    assert packed and packed.groups() == ("8", "32 x 16")
+    shards = len(list(saved.glob("*.safetensors")))
+    assert f"shards: {shards}" in out
+
+
+def test_inspect_counts_parameters(run, saved):
+    plain = hf_shapes(CONFIG, packed=False)
+    count = sum(int(np.prod(shape)) for shape, _ in plain.values())
+    padding = sum(shape[0] - CONFIG.kda_heads for n, (shape, _) in plain.items() if "A_log" in n)
+    assert f"{count - padding:,} parameters" in run("inspect", saved)[1]
+
+
+def test_inspect_lists_every_tensor(run, saved, tensors):
+    code, out, _ = run("inspect", saved, "--all")
+    assert code == 0 and {line.split()[0] for line in out.splitlines()} == set(tensors)
+
+
+def test_inspect_of_a_broken_value_does_not_read_it(run, tensors, tmp_path):
+    changed = {**tensors, NORM: nan_like(tensors[NORM])}
+    save_hf(tmp_path / "changed", CONFIG.to_hf(), changed)
+    code, out, _ = run("inspect", tmp_path / "changed")
+    assert code == 0 and "none, prompts must be token ids" in out
+
+
+def test_bench_measures_random_weights(run, monkeypatch):
+    monkeypatch.setattr(cli, "_mini", lambda sparse: CONFIG)
+    code, out, _ = run("bench", "--prompt", 8, "--batch", 1, "--steps", 2, "--json")
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert code == 0 and [row["step"] for row in rows] == ["prefill", "decode"]
+    assert all(row["tokens_per_s"] > 0 and row["compile_s"] >= 0 for row in rows)
+
+
+def test_bench_compiles_a_step_from_shapes(run, saved):
+    code, out, _ = run("bench", "--compile", saved, "--dtype", "float32")
+    assert code == 0 and "argument bytes" in out and "a decode step of" in out
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_the_shape_for_measuring_is_a_valid_config(sparse):
+    config = cli._mini(sparse)
+    assert kj.Config.from_hf(config.to_hf()) == config
+    assert (config.layers, config.sparse, config.index_topk) == (9, sparse, 256 if sparse else 0)
+
+
+def subprocess_run(code, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+COUNT = (
+    "from kimi_jax.cli import main; code = main({}); import jax; print(code, jax.device_count())"
+)
+
+
+def test_devices(saved):
+    """JAX has as many devices as the command asks for, whatever other flags are set."""
+    words = ["inspect", str(saved), "--all", "--devices", "3"]
+    done = subprocess_run(COUNT.format(words), XLA_FLAGS="--xla_cpu_enable_fast_math=false")
+    assert done.stdout.splitlines()[-1] == "0 3", done.stderr
+
+
+def test_devices_of_the_environment_stand(saved):
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    words = ["inspect", str(saved), "--all"]
+    assert subprocess_run(COUNT.format(words), **flags).stdout.splitlines()[-1] == "0 2"
+
+
+def test_devices_that_contradict_the_environment(run, saved, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+    assert_refused(run("inspect", saved, "--devices", 4), "--devices 4", "asks for 2")
+
+
+def test_devices_after_jax_has_started(run, saved, model, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "")
+    assert_refused(run("inspect", saved, "--devices", 5), "too late")
+
+
+@pytest.mark.parametrize("command", ["generate", "inspect", "bench"])
+def test_help_teaches_by_example(capsys, command):
+    with pytest.raises(SystemExit) as ended:
+        cli.main([command, "--help"])
+    out = capsys.readouterr().out
+    assert (
+        ended.value.code == 0 and f"examples:\n  kimi-jax {command}" in out and "--devices" in out
+    )
+
+
+def test_module_runs_the_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "kimi_jax", "--help"], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0
+    assert set(re.findall(r"^    ?(\w+) ", done.stdout, re.M)) >= {"generate", "inspect", "bench"}
+    assert not {"chat", "plan", "convert"} & set(done.stdout.split())
