@@ -24,6 +24,8 @@ from .progress import Progress
 from .state import STATE_DIMS, Forms, State, Step
 from .tokenizer import Tokenizer
 
+Ids = ArrayLike | Sequence  # whole numbers, as an array or nested lists
+
 DTYPES = ("float32", "bfloat16", "float64")
 BUCKETS = (1, 16, 64, 256, 1024, 4096)
 SCAN_FROM = 24  # layers from which scanning equal groups pays on CPU too: unrolled programs run faster, compile slower
@@ -163,7 +165,7 @@ class Model:
     def dtype(self) -> str:
         return self.program.dtype
 
-    def logits(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Array:
+    def logits(self, tokens: Ids, lengths: Ids | None = None) -> Array:
         """Logits [B, T, vocab] in at least float32 of right-padded prompts [B, T]; keeps no state.
 
         Positions at and after a row's length hold no meaning.
@@ -193,7 +195,7 @@ class Model:
         shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
         return jax.jit(lambda: self.program.empty(batch, max_length), out_shardings=shardings)()
 
-    def prefill(self, state: State, tokens: ArrayLike, lengths: ArrayLike | None = None) -> tuple[Array, State]:
+    def prefill(self, state: State, tokens: Ids, lengths: Ids | None = None) -> tuple[Array, State]:
         """Take in right-padded new tokens [B, T] after what the state has seen: logits [B, vocab], next state.
 
         Row b brings `lengths[b]` tokens, 0 to T (default T); its logits are those after its last token so far. A prompt
@@ -203,7 +205,7 @@ class Model:
         self._fits(state, lengths)
         return self._advance(state, ids, lengths)
 
-    def decode(self, state: State, tokens: ArrayLike) -> tuple[Array, State]:
+    def decode(self, state: State, tokens: Ids) -> tuple[Array, State]:
         """One more token per row, tokens [B]: logits [B, vocab] after it, next state. The state is consumed."""
         tokens = np.asarray(tokens)
         if tokens.ndim != 1:
@@ -223,7 +225,7 @@ class Model:
     def _padded(self, ids: np.ndarray) -> np.ndarray:
         return np.pad(ids, ((0, 0), (0, bucket(ids.shape[1], self.chunk) - ids.shape[1])))
 
-    def _checked(self, tokens: ArrayLike, lengths: ArrayLike | None) -> tuple[np.ndarray, np.ndarray]:
+    def _checked(self, tokens: Ids, lengths: Ids | None) -> tuple[np.ndarray, np.ndarray]:
         """Tokens [B, T] and lengths [B] as int32, or one error that says what is wrong with them."""
         ids = np.asarray(tokens)
         if ids.ndim != 2 or 0 in ids.shape or ids.dtype.kind not in "iu":

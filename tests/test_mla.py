@@ -1,4 +1,4 @@
-"""MLA and its indexer: absorbed = expanded = oracle, no rotation, exact selection, a cache of any content."""
+"""MLA and its indexer: absorbed = expanded = oracle, no rotation, exact selection, a used cache."""
 
 import functools
 import math
@@ -65,8 +65,31 @@ def arrays(dtype, seed=0):
     return [jnp.asarray(rng.normal(size=s), dtype) for s in shapes]
 
 
+@quick_jit
 def absorb(q, w_k_b):
     return jnp.concatenate([per_head(q[..., :N], w_k_b), q[..., N:]], -1)
+
+
+@quick_jit
+def bring_out(o, w_v_b):
+    return per_head(o, jnp.swapaxes(w_v_b, 1, 2))
+
+
+def in_blocks(q, cache, step, slots=S):
+    """`attend_rows`, compiled anew: the size of a block is a constant that a fixture changes."""
+    call = quick_jit(lambda *a: attend_rows(*a, step.positions, step, C, SCALE, slots))
+    return call(q, cache)
+
+
+@quick_jit
+def select_and_attend(q, cache, chosen, kept):
+    return attend_selected(q, cache, 0, chosen, kept, C, SCALE)
+
+
+run_expanded = quick_jit(expanded)
+by_sort, by_mask, by_top_k = (
+    quick_jit(f, static_argnums=1) for f in (select_sorted, select_mask, select_top_k)
+)
 
 
 # Attention
@@ -77,7 +100,7 @@ def test_expanded_equals_oracle(dtype):
     q, cache, w_k_b, w_v_b = arrays(dtype)
     causal = np.tril(np.ones((S, S), bool))
     allowed = jnp.asarray(np.stack([causal] * B))
-    actual = expanded(q, cache[0], w_k_b, w_v_b, allowed, SCALE)
+    actual = run_expanded(q, cache[0], w_k_b, w_v_b, allowed, SCALE)
     for b in range(B):
         latents = as_float64(cache[0, b])
         expected = oracles.attention(
@@ -89,13 +112,12 @@ def test_expanded_equals_oracle(dtype):
 @pytest.mark.parametrize("dtype", WIDE)
 @pytest.mark.parametrize("slots", [S, 9])
 def test_attend_rows_in_blocks_equals_expanded(small_blocks, dtype, slots):
-    """Rows of 9 and 3 tokens: blocks at the end overlap, and blocks of one row are empty for the other."""
+    """Rows of 9 and 3 tokens: the last blocks overlap, and some are empty for one row."""
     q, cache, w_k_b, w_v_b = arrays(dtype)
     step = step_of([0, 0], [9, 3], S)
-    rows = attend_rows(absorb(q, w_k_b), cache, step.positions, step, C, SCALE, slots)
-    actual = per_head(rows, jnp.swapaxes(w_v_b, 1, 2))
+    actual = bring_out(in_blocks(absorb(q, w_k_b), cache, step, slots), w_v_b)
     allowed = jnp.arange(S) <= step.positions[..., None]
-    expected = expanded(q, cache[0], w_k_b, w_v_b, allowed, SCALE)
+    expected = run_expanded(q, cache[0], w_k_b, w_v_b, allowed, SCALE)
     for b, n in enumerate([9, 3]):
         close(actual[b, :n], expected[b, :n], ATTENTION)
 
@@ -104,8 +126,7 @@ def test_attend_rows_starts_where_each_row_is(small_blocks):
     """New tokens after 0 and 7 seen ones meet all before them and none after."""
     q, cache, w_k_b, w_v_b = arrays("float64")
     step = step_of([0, 7], [2, 2], 2)
-    rows = attend_rows(absorb(q[:, :2], w_k_b), cache, step.positions, step, C, SCALE, S)
-    actual = per_head(rows, jnp.swapaxes(w_v_b, 1, 2))
+    actual = bring_out(in_blocks(absorb(q[:, :2], w_k_b), cache, step), w_v_b)
     for b, start in enumerate([0, 7]):
         allowed = np.arange(S) <= start + np.arange(2)[:, None]
         matrices = map(as_float64, (w_k_b, w_v_b))
@@ -116,29 +137,23 @@ def test_attend_rows_starts_where_each_row_is(small_blocks):
 
 
 def test_bfloat16_scores_are_not_rounded(small_blocks):
-    """Scores near 40, which bfloat16 would round by 0.1: both forms stay near the float64 oracle."""
+    """Scores near 40, which bfloat16 would round by 0.1: both forms stay near the oracle."""
     q, cache, w_k_b, w_v_b = arrays("float32")
     q, cache, w_k_b, w_v_b = (x.astype(jnp.bfloat16) for x in (q * 8, cache * 3, w_k_b, w_v_b))
     step = step_of([0, 0], [S, S], S)
     absorbed = absorb(q, w_k_b)
     eye = np.broadcast_to(np.eye(C), (H, C, C))
     causal = np.tril(np.ones((S, S), bool))
-    latent = attend_rows(absorbed, cache, step.positions, step, C, SCALE, S)
-    full = expanded(q, cache[0], w_k_b, w_v_b, jnp.asarray(np.stack([causal] * B)), SCALE)
+    latent = in_blocks(absorbed, cache, step)
+    full = run_expanded(q, cache[0], w_k_b, w_v_b, jnp.asarray(np.stack([causal] * B)), SCALE)
     assert (latent.dtype, full.dtype) == (jnp.bfloat16, jnp.float32)
     for b in range(B):
         rows = as_float64(cache[0, b])
-        close(
-            latent[b],
-            oracles.attention(as_float64(absorbed[b]), rows, eye, eye, causal, SCALE),
-            ATTENTION_BF16,
-        )
+        expected = oracles.attention(as_float64(absorbed[b]), rows, eye, eye, causal, SCALE)
+        close(latent[b], expected, ATTENTION_BF16)
         matrices = map(as_float64, (w_k_b, w_v_b))
-        close(
-            full[b],
-            oracles.attention(as_float64(q[b]), rows, *matrices, causal, SCALE),
-            ATTENTION_BF16,
-        )
+        expected = oracles.attention(as_float64(q[b]), rows, *matrices, causal, SCALE)
+        close(full[b], expected, ATTENTION_BF16)
 
 
 @pytest.mark.parametrize("dtype", WIDE)
@@ -147,28 +162,28 @@ def test_attend_selected_equals_expanded_under_the_sorted_mask(dtype):
     rng = np.random.default_rng(7)
     causal = np.tril(np.ones((S, S), bool))
     scores = jnp.asarray(np.where(causal, rng.integers(0, 4, (B, S, S)), NOWHERE), dtype)
-    chosen, kept = select_top_k(scores, 4)
-    rows = attend_selected(absorb(q, w_k_b), cache, 0, chosen, kept, C, SCALE)
-    actual = per_head(rows, jnp.swapaxes(w_v_b, 1, 2))
-    expected = expanded(q, cache[0], w_k_b, w_v_b, select_sorted(scores, 4), SCALE)
+    rows = select_and_attend(absorb(q, w_k_b), cache, *by_top_k(scores, 4))
+    expected = run_expanded(q, cache[0], w_k_b, w_v_b, by_sort(scores, 4), SCALE)
+    actual = bring_out(rows, w_v_b)
     close(actual, expected, ATTENTION)
 
 
 def test_where_the_keys_lie_changes_nothing():
-    """No rotation: the same keys 5 slots further, for a query 5 positions later, give the same bits."""
+    """No rotation: the same keys 5 slots further give the same bits."""
     q, cache, w_k_b, _ = arrays("float64")
     moved = jnp.full_like(cache, jnp.nan).at[:, :, 5:].set(cache[:, :, : S - 5])
     chosen = jnp.broadcast_to(jnp.asarray([0, 3, 5, 2], jnp.int32), (B, S, 4))
     kept = jnp.broadcast_to(jnp.asarray([True, True, True, False]), (B, S, 4))
-    attend = lambda rows, at: attend_selected(absorb(q, w_k_b), rows, 0, at, kept, C, SCALE)  # noqa: E731
-    np.testing.assert_array_equal(attend(cache, chosen), attend(moved, chosen + 5))
+    q = absorb(q, w_k_b)
+    here, there = (select_and_attend(q, *a, kept) for a in ((cache, chosen), (moved, chosen + 5)))
+    np.testing.assert_array_equal(here, there)
 
 
 # The cache
 
 
 def test_padded_rows_write_nothing_and_never_wrap():
-    """Rows of 2, 0 and 3 tokens; padding stands at position -1, and in one row beyond the last slot."""
+    """Rows of 2, 0 and 3 tokens; padding stands at position -1, once beyond the last slot."""
     cache = jnp.full((2, 3, 6, 4), 7.0)
     step = step_of([0, 0, 3], [2, 0, 3], 4)
     positions = jnp.where(step.valid, step.positions, -1).at[2, 3].set(6)
@@ -237,11 +252,11 @@ def test_sublayer_equals_oracle(small_blocks, run, form, changes):
 def test_the_softmax_scale_counts_the_unrotated_dims(run, form):
     """(nope + rope)^-0.5: queries grown to make up for nope^-0.5 give another result."""
     module, x = layer(), tokens(1, 6)
-    w = weights_of(module)
+    w, prompt = weights_of(module), as_float64(x[0])
     y, _ = run(module, x, fresh_mla(module.config, 1, 6, x.dtype), step_of([0], [6], 6, mla=form))
-    close(y[0], oracles.mla(w, as_float64(x[0]), module.config)[0], MLA_LAYER)
+    close(y[0], oracles.mla(w, prompt, module.config)[0], MLA_LAYER)
     w["w_q_b"] = w["w_q_b"] * ((N + ROPE) / N) ** 0.5
-    assert np.abs(oracles.mla(w, as_float64(x[0]), module.config)[0] - as_float64(y[0])).max() > 0.01
+    assert np.abs(oracles.mla(w, prompt, module.config)[0] - as_float64(y[0])).max() > 0.01
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -262,7 +277,7 @@ def test_positions_only_order_the_keys(run, form):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("changes", [{}, SPARSE], ids=["dense", "sparse"])
 def test_a_ragged_batch_in_pieces_equals_its_prompts_alone(small_blocks, run, form, changes):
-    """Rows of 0, 1 and 11 tokens, then 2, 1 and 1 more; slots beyond hold NaN, padded tokens too."""
+    """Rows of 0, 1 and 11 tokens, then 2, 1 and 1 more; slots beyond and padding hold NaN."""
     module, prompts = layer(**changes), tokens(3, 13)
     first, then = [0, 1, 11], [2, 1, 1]
     state, outputs = fresh_mla(module.config, 3, 16, prompts.dtype, fill=math.nan), [[], [], []]
@@ -286,15 +301,16 @@ def test_a_ragged_batch_in_pieces_equals_its_prompts_alone(small_blocks, run, fo
 def test_absorbed_and_expanded_stay_together_over_64_layers(run):
     """bfloat16 inputs, each layer's output added and normalised, the next layer fed with it."""
     module = layer("bfloat16")
-    graph, weights = jax.tree.flatten(module)[1], jax.tree.leaves(module)
+    weights, graph = jax.tree.flatten(module)
+    norm = quick_jit(lambda x, y: rms_norm(x + y, jnp.ones(24, x.dtype), 1e-5))
     drift = []
     for form in FORMS:
         x, step = tokens(2, 6, "bfloat16"), step_of([0, 0], [6, 6], 6, mla=form)
         fresh = fresh_mla(module.config, 2, 6, jnp.bfloat16)
         for i in range(64):
-            turned = [jnp.roll(w, i, 0) if w.ndim == 2 else w for w in weights]
+            turned = [np.roll(w, i, 0) if w.ndim == 2 else w for w in weights]
             y, _ = run(jax.tree.unflatten(graph, turned), x, fresh, step)
-            x = rms_norm(x + y, jnp.ones(24, x.dtype), 1e-5)
+            x = norm(x, y)
         drift.append(x.astype(jnp.float32))
     assert bool(jnp.isfinite(drift[0]).all())
     close(drift[0], drift[1], DRIFT)
@@ -320,14 +336,14 @@ def test_indexer_equals_golden(ops, case, dtype):
     names = dict(w_q="wq_b", w_k="wk", w_weights="weights_proj")
     for name, theirs in {**names, "k_norm": "k_norm.weight", "k_bias": "k_norm.bias"}.items():
         getattr(module, name).set_value(jnp.asarray(g[f"{case}.{theirs}"], dtype))
-    scores = score(*module.queries(x, latent), module.keys(x))
+    scores = quick_jit(lambda m: score(*m.queries(x, latent), m.keys(x)))(module)
     close(scores[0], g[f"{case}.scores_unmasked_f64"], INDEX_SCORE)
     T = x.shape[1]
     masked = jnp.where(np.tril(np.ones((T, T), bool)), scores, NOWHERE)
     expected = g[f"{case}.selected"].astype(bool)
-    np.testing.assert_array_equal(select_sorted(masked, keep)[0], expected)
-    np.testing.assert_array_equal(select_mask(masked, keep)[0], expected)
-    np.testing.assert_array_equal(as_mask(*select_top_k(masked, keep), T)[0], expected)
+    np.testing.assert_array_equal(by_sort(masked, keep)[0], expected)
+    np.testing.assert_array_equal(by_mask(masked, keep)[0], expected)
+    np.testing.assert_array_equal(as_mask(*by_top_k(masked, keep), T)[0], expected)
 
 
 def as_mask(chosen, kept, S):
@@ -352,17 +368,14 @@ def test_scores_of_zero_tie_whatever_their_sign():
     w = jnp.asarray([[[-1.0], [1.0]]])
     scores = score(q, w, keys)
     assert not np.signbit(scores).any()
-    mixed = jnp.concatenate([scores[:, :1], scores[:, 1:]], -1)
-    np.testing.assert_array_equal(select_sorted(mixed, 3)[0, 0], [1, 1, 1] + [0] * 9)
-    np.testing.assert_array_equal(select_top_k(mixed, 3)[0][0, 0], [0, 1, 2])
+    for t in range(2):
+        np.testing.assert_array_equal(by_sort(scores, 3)[0, t], [1, 1, 1, 0, 0, 0])
+        np.testing.assert_array_equal(by_top_k(scores, 3)[0][0, t], [0, 1, 2])
 
 
 SCORES = st.lists(
     st.sampled_from([NOWHERE, -1.0, 0.0, 0.5, 2.0]), min_size=12, max_size=12
 ).map(lambda row: np.array(row, np.float32).reshape(1, 1, 12))
-by_sort, by_mask, by_top_k = (
-    quick_jit(f, static_argnums=1) for f in (select_sorted, select_mask, select_top_k)
-)
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)
@@ -446,11 +459,14 @@ def test_above_top_k_keys_a_query_keeps_exactly_top_k_and_never_a_future_or_padd
     lengths, T, keep = [11, 8, 2], 11, sparse.config.index_topk
     x = tokens(3, T)
     step = step_of([0] * 3, lengths, T)
-    keys = write_rows(jnp.full((1, 3, 14, 4), jnp.nan), 0, sparse.indexer.keys(x), step)
-    latent = tokens(3, T)[..., :10]
-    q, w = sparse.indexer.queries(x, latent)
-    scores = score_cache(q, w, keys, step.positions, step, 4)
-    chosen, kept = select_top_k(scores, keep)
+
+    @quick_jit
+    def choose(indexer):
+        keys = write_rows(jnp.full((1, 3, 14, 4), jnp.nan), 0, indexer.keys(x), step)
+        q, w = indexer.queries(x, x[..., :10])
+        return select_top_k(score_cache(q, w, keys, step.positions, step, 4), keep)
+
+    chosen, kept = choose(sparse.indexer)
     for b, n in enumerate(lengths):
         for t in range(n):
             keys_kept = np.asarray(chosen[b, t])[np.asarray(kept[b, t])]

@@ -1,5 +1,6 @@
 """Every notebook runs from top to bottom, is stored without outputs, and stays short."""
 
+import jax
 import nbformat
 import pytest
 from conftest import ROOT
@@ -24,6 +25,7 @@ def test_a_notebook_is_short_and_has_no_outputs(path):
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs(path, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", jax.config.jax_compilation_cache_dir)
     notebook = nbformat.read(path, as_version=4)
     resources = {"metadata": {"path": str(path.parent)}}
     NotebookClient(notebook, timeout=600, kernel_name="python3", resources=resources).execute()

@@ -1,4 +1,4 @@
-"""The README's Python runs as it stands, from the root of the repository; its first screen is short."""
+"""The README's Python runs as it stands, from the root of the repository; its table is complete."""
 
 import re
 

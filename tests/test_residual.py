@@ -1,7 +1,5 @@
 """Attention residuals: the mixture, the push, and the order of both through a decoder's layers."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -59,11 +57,8 @@ def test_mix_equals_oracle(rng, count, dtype):
     bank = rng.normal(size=(N, P, D)) * np.array([1, 30, 0.01])[:, None, None]
     x, norm, proj = rng.normal(size=(P, D)), rng.uniform(0.5, 1.5, D), rng.normal(size=D)
     expected = oracles.mix(np.stack([*bank[:count], x]), norm, proj, EPS)
-    for a, e in zip(
-        mix(*(jnp.asarray(a, dtype) for a in (x, bank)), count, jnp.asarray(norm * proj, dtype), EPS),
-        expected,
-        strict=True,
-    ):
+    x, bank, direction = (jnp.asarray(a, dtype) for a in (x, bank, norm * proj))
+    for a, e in zip(mix(x, bank, count, direction, EPS), expected, strict=True):
         close(a, e, MIX)
 
 
@@ -94,8 +89,7 @@ def test_a_push_moves_the_sum_into_the_bank_and_restarts_it_at_zero(rng):
     np.testing.assert_array_equal(rest, np.zeros((P, D)))
     np.testing.assert_array_equal(pushed, [bank[0], x, bank[2]])
     assert count == 2
-    unchanged = push(x, bank, 1, False)
-    assert unchanged == (x, bank, 1) or all(a is b for a, b in zip(unchanged, (x, bank, 1), strict=True))
+    assert all(a is b for a, b in zip(push(x, bank, 1, False), (x, bank, 1), strict=True))
 
 
 def test_a_full_bank_is_rewritten_with_what_it_holds(rng):
@@ -109,11 +103,11 @@ def test_a_full_bank_is_rewritten_with_what_it_holds(rng):
 
 def test_mixing_before_the_push_counts_the_sum_once(rng):
     """It equals mixing the new bank without a partial, and not with the empty one as a value."""
-    x, bank, norm, proj = (np.asarray(random(rng, *s)) for s in ((P, D), (N, P, D), (D,), (D,)))
-    before, _ = mix(jnp.asarray(x), jnp.asarray(bank), 2, jnp.asarray(norm * proj), EPS)
-    rest, pushed, count = push(jnp.asarray(x), jnp.asarray(bank), 2, True)
-    close(before, oracles.mix(np.asarray(pushed[:count]), norm, proj, EPS)[0], MIX)
-    after, _ = mix(rest, pushed, count, jnp.asarray(norm * proj), EPS)
+    x, bank, direction = random(rng, P, D), random(rng, N, P, D), random(rng, D)
+    before, _ = mix(x, bank, 2, direction, EPS)
+    rest, pushed, count = push(x, bank, 2, True)
+    close(before, oracles.mix(np.asarray(pushed[:count]), np.asarray(direction), 1.0, EPS)[0], MIX)
+    after, _ = mix(rest, pushed, count, direction, EPS)
     assert float(jnp.abs(after - before).max()) > 0.05
 
 
@@ -132,7 +126,7 @@ def test_the_bank_of_a_layer_holds_every_block_begun(layer, rows):
     """Counted from 1, blocks of 12: the MLP mixes the bank and the sum, attention what was before."""
     config = small_config(layers=25, residual_block=12, mla_layers=(), dense_layers=25)
     module = filled(Layer(config, jnp.float32, layer - 1, packed=False))
-    x, bank = jnp.ones((2, D)), jnp.ones((config.bank_rows, 2, D))
+    x, bank = (jnp.ones(s, jnp.float32) for s in ((2, D), (config.bank_rows, 2, D)))
     state, step = oracles.fresh_kda(config, 1, jnp.float32), oracles.step_of([0], [2], 2)
 
     def call(x, bank):
@@ -140,7 +134,7 @@ def test_the_bank_of_a_layer_holds_every_block_begun(layer, rows):
 
     for axis in (MODEL, DATA):
         call = jax.vmap(call, axis_name=axis, axis_size=1, in_axes=None)
-    attention, mlp = jax.eval_shape(call, x.astype("float32"), bank.astype("float32"))
+    attention, mlp = jax.eval_shape(call, x, bank)
     begins = (layer - 1) % 12 == 0
     assert attention.shape[2:] == (rows - begins + 1, 2)
     assert mlp.shape[2:] == (rows + 1, 2)
@@ -155,7 +149,7 @@ def test_seven_layers_in_blocks_of_three_equal_the_skeleton(rng, traced, dtype):
     mixers = np.stack([rng.uniform(0.5, 1.5, (15, D)), rng.normal(size=(15, D))], 1)
     x = rng.normal(size=(P, D))
 
-    @functools.partial(quick_jit, static_argnums=())
+    @quick_jit
     def run(x, indices):
         bank, feed = jnp.zeros((3, P, D), dtype), jnp.asarray(matrices, dtype)
         direction = jnp.asarray(mixers[:, 0] * mixers[:, 1], dtype)

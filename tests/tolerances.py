@@ -23,3 +23,6 @@ ATTENTION_BF16 = {"float32": 1e-6, "bfloat16": 1e-6}
 MLA_LAYER = {"float32": 1e-6, "float64": 1e-14}
 DRIFT = {"float32": 1e-6}
 INDEX_SCORE = {"float32": 1e-6, "float64": 1e-14}
+ROUTE = {"float32": 1e-6, "float64": 1e-14}
+EXPERTS = {"float32": 1e-6, "float64": 1e-14}
+MOE_LAYER = {"float32": 1e-6, "float64": 1e-14, "bfloat16": 1e-6}

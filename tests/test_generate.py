@@ -1,0 +1,232 @@
+"""Sampling, batches, stopping and streaming."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import AWKWARD, write
+
+import kimi_jax as kj
+from kimi_jax import generate as g
+from kimi_jax import tokenizer
+
+SAMPLING = dict(max_new_tokens=6, stop_tokens=[])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A random model with a byte-level tokenizer: 83 ids do for printable text, one byte an id."""
+    folder = tmp_path_factory.mktemp("generate") / "model"
+    return kj.load(write(AWKWARD, folder), dtype="float32", chunk=16)
+
+
+@pytest.fixture(scope="module")
+def words():
+    special = {"<|end_of_msg|>": 300}
+    return tokenizer.Tokenizer(tokenizer.train_ranks("ab abc é 漢字 " * 9, 266), special)
+
+
+def draw(logits, sampling, seeds=None, counts=None, top=0):
+    logits = jnp.asarray(logits, jnp.float32)
+    B = len(logits)
+    keys = g.step_keys(np.array(seeds or [0] * B), np.array(counts or [0] * B))
+    s = sampling
+    settings_ = np.tile(np.array([s.temperature, s.top_k, s.top_p, s.min_p], np.float32), (B, 1))
+    return g.sample(logits, keys, settings_, top, s.temperature == 0)
+
+
+def test_greedy_generation_is_the_argmax_of_fresh_forwards(model):
+    prompts = [[3, 1, 4, 1, 5], [9], [2, 6] * 9]
+    for prompt, out in zip(prompts, model.generate(prompts, **SAMPLING), strict=True):
+        ids = list(prompt)
+        for token in out.tokens:
+            logits = np.asarray(model.logits([ids + [0] * (32 - len(ids))], [len(ids)]))
+            assert token == logits[0, len(ids) - 1].argmax()
+            ids.append(token)
+        assert (out.finish_reason, out.usage.prompt_tokens, out.usage.generated_tokens) == ("length", len(prompt), 6)
+
+
+def test_a_result_depends_on_its_own_prompt_and_seed_alone(model):
+    """Not on its place in the batch or its neighbours; another seed gives another draw."""
+    options = dict(temperature=1.0, **SAMPLING)
+    prompts = [[1, 2, 3], [4], [5, 6], [1, 2, 3]]
+    together = model.generate(prompts, seed=[7, 8, 9, 10], **options)
+    turned = model.generate(prompts[::-1], seed=[10, 9, 8, 7], **options)
+    assert [c.tokens for c in together] == [c.tokens for c in turned][::-1]
+    assert together[0].tokens != together[3].tokens
+    assert model.generate([1, 2, 3], seed=7, **options)[0].tokens == together[0].tokens
+    assert [e.token for e in model.stream([1, 2, 3], seed=7, **options)] == together[0].tokens
+
+
+def test_the_key_is_another_one_at_every_step():
+    flat = np.zeros((1, 50))
+    drawn = {int(draw(flat, kj.Sample(), counts=[n])[0][0]) for n in range(20)}
+    assert len(drawn) > 8
+
+
+def test_more_prompts_than_a_batch_holds_keep_their_order(model):
+    prompts = [[n % 83, (3 * n) % 83] for n in range(11)]
+    out = model.generate(prompts, max_new_tokens=2, stop_tokens=[])
+    assert [c.tokens for c in out] == [model.generate(p, max_new_tokens=2, stop_tokens=[])[0].tokens for p in prompts]
+
+
+def test_stop_ids_end_a_row_and_are_not_in_it(model):
+    free = model.generate([[3, 1, 4]], **SAMPLING)[0].tokens
+    out = model.generate([[3, 1, 4]], max_new_tokens=6, stop_tokens=[free[2], free[4]])[0]
+    assert out.tokens == free[: free.index(free[2])]
+    assert out.finish_reason == "stop"
+    events = list(model.stream([3, 1, 4], max_new_tokens=6, stop_tokens=[free[2]]))
+    assert [e.token for e in events if e.token is not None] == out.tokens
+    assert events[-1].finish_reason == "stop"
+
+
+def with_config(model, **changes):
+    config = dataclasses.replace(model.config, **changes)
+    return dataclasses.replace(model, program=dataclasses.replace(model.program, config=config))
+
+
+def test_the_configs_end_ids_stop_by_default(model):
+    free = model.generate([[3, 1, 4]], **SAMPLING)[0].tokens
+    out = with_config(model, eos=(free[1], 82)).generate([[3, 1, 4]], max_new_tokens=6)[0]
+    assert (out.tokens, out.finish_reason) == (free[: free.index(free[1])], "stop")
+
+
+def test_log_probabilities_are_those_of_the_logits(model):
+    out = model.generate([[3, 1, 4]], logprobs=3, temperature=0.7, top_k=5, **SAMPLING)[0]
+    logits = jnp.asarray(model.logits([[3, 1, 4]]))[0, -1]
+    want = np.asarray(jax.nn.log_softmax(logits))
+    first = out.logprobs[0]
+    assert first.logprob == pytest.approx(want[first.token], abs=1e-4)
+    assert [token for token, _ in first.top] == np.argsort(-want)[:3].tolist()
+    assert model.generate([[3]], logprobs=True, **SAMPLING)[0].logprobs[0].top == ()
+    assert model.generate([[3]], **SAMPLING)[0].logprobs is None
+
+
+LOGITS = np.array([[0.0, 3.0, 2.0, 1.0, 3.0]])
+
+
+@pytest.mark.parametrize(
+    "sampling, may",
+    [
+        (kj.Greedy(), {1}),
+        (kj.Sample(temperature=0.0, top_k=3), {1}),
+        (kj.Sample(top_p=0.0), {1}),
+        (kj.Sample(top_k=1), {1}),
+        (kj.Sample(top_k=2), {1, 4}),
+        (kj.Sample(temperature=3.0, top_k=0), {0, 1, 2, 3, 4}),
+        (kj.Sample(temperature=3.0, top_k=99), {0, 1, 2, 3, 4}),
+        (kj.Sample(temperature=3.0, top_p=1.0), {0, 1, 2, 3, 4}),
+        (kj.Sample(top_p=0.6), {1, 4}),
+        (kj.Sample(min_p=0.3), {1, 2, 4}),
+        (kj.Sample(min_p=1.0), {1, 4}),
+        (kj.Sample(temperature=1e-6), {1, 4}),
+    ],
+    ids=repr,
+)
+def test_every_cut_leaves_what_it_says(sampling, may):
+    rows = np.repeat(LOGITS, 300, 0)
+    ids, usable, *_ = draw(rows, sampling, seeds=list(range(300)))
+    assert set(np.asarray(ids).tolist()) == may
+    assert np.asarray(usable).all()
+
+
+def test_draws_follow_the_distribution():
+    rows = np.repeat(LOGITS, 20000, 0)
+    ids = np.asarray(draw(rows, kj.Sample(temperature=2.0), seeds=list(range(20000)))[0])
+    want = np.exp(LOGITS[0] / 2) / np.exp(LOGITS[0] / 2).sum()
+    np.testing.assert_allclose(np.bincount(ids, minlength=5) / 20000, want, atol=0.02)
+
+
+@given(st.lists(st.floats(-20, 20), min_size=2, max_size=12), st.integers(0, 15), st.floats(0, 1), st.floats(0, 1))
+@settings(max_examples=30, deadline=None)
+def test_at_least_one_token_may_always_be_drawn(logits, top_k, top_p, min_p):
+    args = (jnp.float32(0.7), jnp.float32(top_k), jnp.float32(top_p), jnp.float32(min_p))
+    may = np.asarray(g.allowed(jnp.asarray(logits, jnp.float32), *args))
+    assert may[int(np.argmax(np.float32(logits)))]
+    assert may.sum() <= (top_k or len(logits))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, None], ids=["NaN", "inf", "all -inf"])
+def test_logits_that_cannot_be_used_are_an_error_of_their_row_alone(bad):
+    rows = np.repeat(LOGITS, 2, 0)
+    rows[0] = -np.inf if bad is None else np.where(np.arange(5) == 2, bad, rows[0])
+    _, usable, *_ = draw(rows, kj.Sample())
+    assert np.asarray(usable).tolist() == [False, True]
+
+
+def test_nan_in_the_model_is_an_error_and_not_a_token(model):
+    weights = dict(model.weights)
+    weights[("norm",)] = jnp.full_like(weights[("norm",)], jnp.nan)
+    broken = dataclasses.replace(model, weights=weights)
+    out = broken.generate([[3, 1, 4]], **SAMPLING)[0]
+    assert (out.finish_reason, out.tokens) == ("error", [])
+    assert "NaN" in out.error
+    with pytest.raises(FloatingPointError, match="NaN"):
+        list(broken.stream([3, 1, 4], **SAMPLING))
+
+
+def test_the_context_bounds_a_reply_and_never_cuts_a_prompt(model):
+    limit = 20
+    small = with_config(model, max_positions=limit)
+    out = small.generate([[1] * (limit - 2)], **SAMPLING)[0]
+    assert (len(out.tokens), out.finish_reason) == (2, "length")
+    with pytest.raises(kj.PromptError, match=f"prompt 0 has {limit} tokens"):
+        small.generate([[1] * limit], **SAMPLING)
+
+
+@pytest.mark.parametrize(
+    "prompts, options, message",
+    [
+        ([[]], {}, "prompt 0 is empty"),
+        ([[1], [83]], {}, "prompt 1: 83 is no token id"),
+        (["text"], {}, "no tokenizer"),
+        ([[1]], {"temperature": -1.0}, "temperature"),
+        ([[1]], {"temperature": float("nan")}, "temperature"),
+        ([[1]], {"top_p": 1.5}, "top_p"),
+        ([[1]], {"top_k": -1}, "top_k"),
+        ([[1]], {"max_new_tokens": 0}, "max_new_tokens"),
+        ([[1]], {"sampling": kj.Greedy(), "top_k": 3}, "excludes"),
+        ([[1]], {"seed": [1, 2]}, "one for each of the 1 prompts"),
+        ([[1]], {"stop": "x"}, "tokenizer"),
+        ([[1]], {"stop_tokens": [99]}, "99 is not a token id"),
+        ([[1]], {"logprobs": 1000}, "logprobs"),
+    ],
+)
+def test_bad_requests_are_refused_by_name(model, prompts, options, message):
+    with pytest.raises(kj.PromptError, match=message):
+        model.generate(prompts, **options)
+
+
+def test_all_bad_prompts_are_named_at_once(model):
+    with pytest.raises(kj.PromptError, match=r"(?s)prompt 0 is empty.*prompt 2: -4"):
+        model.generate([[], [1], [-4]])
+
+
+def pushed(words, text, stops):
+    builder = g.TextBuilder(words, stops)
+    out = []
+    for token in words.encode(text):
+        out.append(builder.push(token))
+        if builder.stopped:
+            break
+    return [*out, builder.finish()], builder.stopped
+
+
+@given(st.text("abc é漢", max_size=30), st.lists(st.text("abc 漢", min_size=1, max_size=3), max_size=3))
+@settings(max_examples=60, deadline=None)
+def test_streamed_text_is_cut_at_the_first_stop_string(words, text, stops):
+    """Also across token borders; nothing of a stop string is ever emitted, nothing else is lost."""
+    pieces, stopped = pushed(words, text, stops)
+    ends = [at for stop in stops if (at := text.find(stop)) >= 0]
+    assert stopped == bool(ends)
+    joined = "".join(pieces)
+    assert joined == text if not ends else text.startswith(joined) and not any(stop in joined for stop in stops)
+
+
+def test_stop_strings_reach_across_tokens(words):
+    pieces, stopped = pushed(words, "ab abc x", ["b a"])
+    assert ("".join(pieces), stopped) == ("a", True)
