@@ -191,9 +191,7 @@ class Model:
             raise RequestError(
                 f"max_length {max_length} is over the model's context of {self.config.max_positions} tokens"
             )
-        specs = dataclasses.replace(self.program.state_specs(), max_length=max_length)
-        shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
-        return jax.jit(lambda: self.program.empty(batch, max_length), out_shardings=shardings)()
+        return _state_maker(self.program, batch, max_length)()
 
     def prefill(self, state: State, tokens: Ids, lengths: Ids | None = None) -> tuple[Array, State]:
         """Take in right-padded new tokens [B, T] after what the state has seen: logits [B, vocab], next state.
@@ -264,6 +262,17 @@ class Model:
         return generation.stream(self, prompt, **options)
 
 
+@functools.lru_cache(maxsize=128)
+def _state_maker(program: Program, batch: int, max_length: int) -> Callable[[], State]:
+    """A compiled maker of empty states, kept: a request should not compile one anew."""
+    specs = dataclasses.replace(program.state_specs(), max_length=max_length)
+    shardings = jax.tree.map(lambda spec: NamedSharding(program.mesh, spec), specs)
+    return jax.jit(lambda: program.empty(batch, max_length), out_shardings=shardings)
+
+
+_shared_program = functools.lru_cache(maxsize=32)(Program)  # equal programs are one, compiled once
+
+
 def default_dtype() -> str:
     """float32 on CPU, where it is fastest; bfloat16 on accelerators."""
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"
@@ -289,7 +298,7 @@ def make_program(
     placement.check(config, mesh)
     if scan is None:
         scan = jax.default_backend() != "cpu" or config.layers >= SCAN_FROM
-    return Program(config, mesh, placement, name, scan, packed, forms or Forms())
+    return _shared_program(config, mesh, placement, name, scan, packed, forms or Forms())
 
 
 def load(

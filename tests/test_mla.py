@@ -86,7 +86,11 @@ def select_and_attend(q, cache, chosen, kept):
     return attend_selected(q, cache, 0, chosen, kept, C, SCALE)
 
 
-run_expanded = quick_jit(expanded)
+@quick_jit
+def run_expanded(q, latents, w_k_b, w_v_b, allowed):
+    return expanded(q, latents, w_k_b, w_v_b, allowed, SCALE)
+
+
 by_sort, by_mask, by_top_k = (
     quick_jit(f, static_argnums=1) for f in (select_sorted, select_mask, select_top_k)
 )
@@ -100,7 +104,7 @@ def test_expanded_equals_oracle(dtype):
     q, cache, w_k_b, w_v_b = arrays(dtype)
     causal = np.tril(np.ones((S, S), bool))
     allowed = jnp.asarray(np.stack([causal] * B))
-    actual = run_expanded(q, cache[0], w_k_b, w_v_b, allowed, SCALE)
+    actual = run_expanded(q, cache[0], w_k_b, w_v_b, allowed)
     for b in range(B):
         latents = as_float64(cache[0, b])
         expected = oracles.attention(
@@ -117,7 +121,7 @@ def test_attend_rows_in_blocks_equals_expanded(small_blocks, dtype, slots):
     step = step_of([0, 0], [9, 3], S)
     actual = bring_out(in_blocks(absorb(q, w_k_b), cache, step, slots), w_v_b)
     allowed = jnp.arange(S) <= step.positions[..., None]
-    expected = run_expanded(q, cache[0], w_k_b, w_v_b, allowed, SCALE)
+    expected = run_expanded(q, cache[0], w_k_b, w_v_b, allowed)
     for b, n in enumerate([9, 3]):
         close(actual[b, :n], expected[b, :n], ATTENTION)
 
@@ -145,7 +149,7 @@ def test_bfloat16_scores_are_not_rounded(small_blocks):
     eye = np.broadcast_to(np.eye(C), (H, C, C))
     causal = np.tril(np.ones((S, S), bool))
     latent = in_blocks(absorbed, cache, step)
-    full = run_expanded(q, cache[0], w_k_b, w_v_b, jnp.asarray(np.stack([causal] * B)), SCALE)
+    full = run_expanded(q, cache[0], w_k_b, w_v_b, jnp.asarray(np.stack([causal] * B)))
     assert (latent.dtype, full.dtype) == (jnp.bfloat16, jnp.float32)
     for b in range(B):
         rows = as_float64(cache[0, b])
@@ -163,7 +167,7 @@ def test_attend_selected_equals_expanded_under_the_sorted_mask(dtype):
     causal = np.tril(np.ones((S, S), bool))
     scores = jnp.asarray(np.where(causal, rng.integers(0, 4, (B, S, S)), NOWHERE), dtype)
     rows = select_and_attend(absorb(q, w_k_b), cache, *by_top_k(scores, 4))
-    expected = run_expanded(q, cache[0], w_k_b, w_v_b, by_sort(scores, 4), SCALE)
+    expected = run_expanded(q, cache[0], w_k_b, w_v_b, by_sort(scores, 4))
     actual = bring_out(rows, w_v_b)
     close(actual, expected, ATTENTION)
 
@@ -175,15 +179,15 @@ def test_where_the_keys_lie_changes_nothing():
     chosen = jnp.broadcast_to(jnp.asarray([0, 3, 5, 2], jnp.int32), (B, S, 4))
     kept = jnp.broadcast_to(jnp.asarray([True, True, True, False]), (B, S, 4))
     q = absorb(q, w_k_b)
-    here, there = (select_and_attend(q, *a, kept) for a in ((cache, chosen), (moved, chosen + 5)))
-    np.testing.assert_array_equal(here, there)
+    here = select_and_attend(q, cache, chosen, kept)
+    np.testing.assert_array_equal(here, select_and_attend(q, moved, chosen + 5, kept))
 
 
 # The cache
 
 
 def test_padded_rows_write_nothing_and_never_wrap():
-    """Rows of 2, 0 and 3 tokens; padding stands at position -1, once beyond the last slot."""
+    """Rows of 2, 0 and 3 tokens; padding stands at position -1, or beyond the last slot."""
     cache = jnp.full((2, 3, 6, 4), 7.0)
     step = step_of([0, 0, 3], [2, 0, 3], 4)
     positions = jnp.where(step.valid, step.positions, -1).at[2, 3].set(6)
