@@ -2,15 +2,16 @@
 
 One vocabulary runs through the package; a capital letter is a dim or its size:
 
-    B batch rows            T new tokens in this call   S cache slots             D hidden
-    H heads                 K key dim of a head         V value dim of a head     R cached MLA latent row
-    Q query latent          C key/value latent, conv channels or tokens of a chunk
-    E routed experts        A active per token          L expert latent           F ffn width
-    Z vocabulary            N residual-bank rows        W conv taps               P rows of the residual stream
-    I index dim             J index heads               U keys kept               G groups of layers in a stack
+    B batch rows           T new tokens in this call  S cache slots          D hidden
+    H heads                K key dim of a head        V value dim of a head  R cached latent row
+    Q query latent         C latent, channels, chunk  E routed experts       A active per token
+    L expert latent        F ffn width                Z vocabulary           N residual-bank rows
+    W conv taps            P rows of the residual stream held by a rank      X (row, expert) pairs
+    I index dim            J index heads              U keys kept            G groups of a stack
 
-The path of a prompt, each arrow one call to jump into: cli -> Tokenizer.encode -> generate -> Program.step (jit, shard_map)
--> Kimi -> Stack -> Layer [mix -> KDA | MLA -> mix -> MLP | MoE] -> norm, head -> sample -> TextBuilder.
+The path of a prompt, each arrow one call to jump into: cli -> Tokenizer.encode -> generate ->
+Program.step (jit, shard_map) -> Kimi -> Stack -> Layer [mix -> KDA | MLA -> mix -> MLP | MoE] ->
+norm, head -> sample -> TextBuilder.
 """
 
 from .config import Config, ConfigError

@@ -1,7 +1,7 @@
 """How arrays move between devices. With placement.py, the only module that names a mesh axis.
 
-Every function is written for the inside of a `shard_map` and is the identity on an axis of size 1, so
-that one device runs the same code and its program holds no collective.
+Every function is written for the inside of a `shard_map` and is the identity on an axis of size 1,
+so that one device runs the same code and its program holds no collective.
 """
 
 import jax
@@ -37,7 +37,9 @@ def first_row(part_rows: int, axis: str = MODEL) -> Array:
 
 
 def embed(table: Float[Array, "Z D"], tokens: Array) -> Array:
-    """Rows of a vocabulary-sharded table: each rank looks up the ids it owns, zero elsewhere, then one sum."""
+    """Rows of a vocabulary-sharded table: each rank looks up the ids it owns, zero elsewhere, then
+    one sum.
+    """
     local = tokens - first_row(table.shape[0])
     if ranks() == 1:
         return table[local]

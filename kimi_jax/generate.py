@@ -1,4 +1,6 @@
-"""From prompts to continuations: sampling on the device, the batched loop, and text put back together."""
+"""From prompts to continuations: sampling on the device, the batched loop, and text put back
+together.
+"""
 
 import dataclasses
 import functools
@@ -18,7 +20,12 @@ if TYPE_CHECKING:
     from .runner import Model
 
 Prompt = str | Sequence[int]
-BATCHES = (1, 2, 4, 8)  # rows that run together; a smaller group is completed with rows that never start
+BATCHES = (
+    1,
+    2,
+    4,
+    8,
+)  # rows that run together; a smaller group is completed with rows that never start
 
 
 class PromptError(ValueError):
@@ -27,9 +34,11 @@ class PromptError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """Draw from the model's distribution: logits / temperature, cut to the `top_k` best tokens (0: all), to the smallest
-    set of best tokens that holds probability `top_p` (always at least one), and to tokens of at least `min_p` times
-    the best one's probability. Temperature 0 takes the best token."""
+    """Draw from the model's distribution: logits / temperature, cut to the `top_k` best tokens (0:
+    all), to the smallest set of best tokens that holds probability `top_p` (always at least one),
+    and to tokens of at least `min_p` times the best one's probability. Temperature 0 takes the best
+    token.
+    """
 
     temperature: float = 1.0
     top_k: int = 0
@@ -49,14 +58,16 @@ class Sample:
             raise PromptError("\n".join(problems))
 
 
-def Greedy() -> Sample:  # noqa: N802
+def Greedy() -> Sample:
     """Always the best token; of equals the lowest id."""
     return Sample(temperature=0.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenLogprob:
-    """log P(token) before temperature and cuts, in nats, and the `top` n (id, logprob) pairs, best first."""
+    """log P(token) before temperature and cuts, in nats, and the `top` n (id, logprob) pairs, best
+    first.
+    """
 
     token: int
     logprob: float
@@ -75,8 +86,10 @@ class Usage:
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """One prompt's continuation. `finish_reason`: "stop" (a stop id or string), "length" (`max_new_tokens` or the context) or
-    "error"; the stop id itself is neither in `tokens` nor in `text`. `text` is None without a tokenizer."""
+    """One prompt's continuation. `finish_reason`: "stop" (a stop id or string), "length"
+    (`max_new_tokens` or the context) or "error"; the stop id itself is neither in `tokens` nor in
+    `text`. `text` is None without a tokenizer.
+    """
 
     tokens: list[int]
     text: str | None
@@ -88,7 +101,9 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """A piece of a stream: text that is now certain (maybe none yet), the token behind it, and at the end the reason."""
+    """A piece of a stream: text that is now certain (maybe none yet), the token behind it, and at
+    the end the reason.
+    """
 
     text: str
     token: int | None
@@ -99,14 +114,20 @@ class Event:
 def allowed(
     logits: Float[Array, " Z"], temperature: Array, top_k: Array, top_p: Array, min_p: Array
 ) -> Bool[Array, " Z"]:
-    """Which tokens may be drawn. The best token always may; of equal logits the lower id ranks first."""
+    """Which tokens may be drawn. The best token always may; of equal logits the lower id ranks
+    first.
+    """
     Z = logits.shape[0]
     scaled = (logits - logits.max()) / jnp.where(temperature > 0, temperature, 1)
     order = jnp.argsort(-scaled, stable=True)
     probability = jax.nn.softmax(scaled)[order]
     before = jnp.cumsum(probability) - probability
     rank = jnp.arange(Z, dtype=jnp.int32)
-    kept = (rank < jnp.where(top_k > 0, top_k, Z)) & ((before < top_p) | (top_p >= 1)) & (probability >= min_p * probability[0])
+    kept = (
+        (rank < jnp.where(top_k > 0, top_k, Z))
+        & ((before < top_p) | (top_p >= 1))
+        & (probability >= min_p * probability[0])
+    )
     return jnp.zeros(Z, bool).at[order].set(kept | (rank == 0))
 
 
@@ -117,16 +138,26 @@ def sample(
     settings: Float[Array, "B 4"],
     top: int,
     greedy: bool,
-) -> tuple[Int[Array, " B"], Bool[Array, " B"], Float[Array, " B"], Int[Array, "B top"], Float[Array, "B top"]]:
-    """The next token of each row, whether its logits could be used (no NaN, some finite maximum), its log-probability and
-    the `top` best. `settings` rows are (temperature, top_k, top_p, min_p); `greedy`: no row draws."""
+) -> tuple[
+    Int[Array, " B"],
+    Bool[Array, " B"],
+    Float[Array, " B"],
+    Int[Array, "B top"],
+    Float[Array, "B top"],
+]:
+    """The next token of each row, whether its logits could be used (no NaN, some finite maximum),
+    its log-probability and the `top` best. `settings` rows are (temperature, top_k, top_p, min_p);
+    `greedy`: no row draws.
+    """
     usable = jnp.isfinite(logits.max(-1)) & ~jnp.isnan(logits).any(-1)
     ids = jnp.argmax(logits, -1)
     if not greedy:
         may = jax.vmap(allowed)(logits, *settings.T)
         warm = jnp.where(settings[:, :1] > 0, settings[:, :1], 1)
         noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32))(keys)
-        drawn = jnp.argmax(jnp.where(may, (logits - logits.max(-1, keepdims=True)) / warm + noise, -jnp.inf), -1)
+        drawn = jnp.argmax(
+            jnp.where(may, (logits - logits.max(-1, keepdims=True)) / warm + noise, -jnp.inf), -1
+        )
         ids = jnp.where(settings[:, 0] > 0, drawn, ids)
     logprobs = jax.nn.log_softmax(logits, axis=-1)
     best, best_ids = jax.lax.top_k(logprobs, top)
@@ -136,12 +167,18 @@ def sample(
 
 @jax.jit
 def step_keys(seeds: Int[Array, " B"], counts: Int[Array, " B"]) -> Key[Array, " B"]:
-    """A key per row from its own seed and its own count of tokens: its place in a batch does not matter."""
-    return jax.vmap(lambda seed, count: jax.random.fold_in(jax.random.key(seed), count))(seeds, counts)
+    """A key per row from its own seed and its own count of tokens: its place in a batch does not
+    matter.
+    """
+    return jax.vmap(lambda seed, count: jax.random.fold_in(jax.random.key(seed), count))(
+        seeds, counts
+    )
 
 
 class TextBuilder:
-    """Text out of one row's tokens: whole characters only, held back while it may still turn into a stop string."""
+    """Text out of one row's tokens: whole characters only, held back while it may still turn into a
+    stop string.
+    """
 
     def __init__(self, tokenizer: Tokenizer | None, stops: Sequence[str]):
         self._decoder = tokenizer.stream() if tokenizer else None
@@ -150,7 +187,9 @@ class TextBuilder:
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """Text that is certain after one more token; `stopped` turns true once a stop string is complete."""
+        """Text that is certain after one more token; `stopped` turns true once a stop string is
+        complete.
+        """
         return self._settle(self._decoder.push(token)) if self._decoder else ""
 
     def finish(self) -> str:
@@ -168,13 +207,18 @@ class TextBuilder:
             self.stopped = True
             return self._held[: min(found)]
         keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
-        ready, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        ready, self._held = (
+            self._held[: len(self._held) - keep],
+            self._held[len(self._held) - keep :],
+        )
         return ready
 
 
 def _overlap(text: str, stop: str) -> int:
     """The longest end of `text` that begins `stop`."""
-    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+    return next(
+        (n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0
+    )
 
 
 @dataclasses.dataclass
@@ -191,7 +235,9 @@ class _Row:
     reason: str | None = None
     error: str | None = None
 
-    def take(self, token: int, usable: bool, logprob: TokenLogprob, stop_ids: frozenset[int]) -> str:
+    def take(
+        self, token: int, usable: bool, logprob: TokenLogprob, stop_ids: frozenset[int]
+    ) -> str:
         """Add a token, or end the row; returns the text that became certain."""
         if not usable:
             self.reason, self.error = "error", "the logits hold NaN or no finite value"
@@ -234,10 +280,15 @@ def _options(model: "Model", count: int, sampling: Any, seed: Any, **given: Any)
     elif own != {"temperature": 0.0, "top_p": 1.0, "top_k": 0}:
         problems.append("sampling= excludes temperature, top_p and top_k")
     if not isinstance(given["max_new_tokens"], int) or given["max_new_tokens"] < 1:
-        problems.append(f"max_new_tokens must be a positive whole number, got {given['max_new_tokens']!r}")
+        problems.append(
+            f"max_new_tokens must be a positive whole number, got {given['max_new_tokens']!r}"
+        )
     seeds = [seed] * count if isinstance(seed, int) else list(seed)
     if len(seeds) != count or not all(isinstance(s, int) and 0 <= s < 2**31 for s in seeds):
-        problems.append(f"seed must be a whole number in 0..2^31-1, or one for each of the {count} prompts; got {seed!r}")
+        problems.append(
+            f"seed must be a whole number in 0..2^31-1, or one for each of the {count} prompts; "
+            f"got {seed!r}"
+        )
     stops = [given["stop"]] if isinstance(given["stop"], str) else list(given["stop"] or [])
     if stops and model.tokenizer is None:
         problems.append("stop strings need a tokenizer, and this folder has none: use stop_tokens")
@@ -247,17 +298,28 @@ def _options(model: "Model", count: int, sampling: Any, seed: Any, **given: Any)
     problems += [f"stop_tokens: {i!r} is not a token id" for i in stop_ids if not _is_id(model, i)]
     logprobs = given["logprobs"]
     if int(logprobs) < 0 or int(logprobs) > model.config.vocab:
-        problems.append(f"logprobs must be True, False or a number of tokens up to the vocabulary; got {logprobs!r}")
+        problems.append(
+            "logprobs must be True, False or a number of tokens up to the vocabulary; "
+            f"got {logprobs!r}"
+        )
     if problems:
         raise PromptError("\n".join(problems))
     top = 0 if isinstance(logprobs, bool) else logprobs
     return Options(
-        sampling, given["max_new_tokens"], tuple(seeds), tuple(stops), frozenset(map(int, stop_ids)), bool(logprobs), top
+        sampling,
+        given["max_new_tokens"],
+        tuple(seeds),
+        tuple(stops),
+        frozenset(map(int, stop_ids)),
+        bool(logprobs),
+        top,
     )
 
 
 def _is_id(model: "Model", token: Any) -> bool:
-    return isinstance(token, int | np.integer) and not isinstance(token, bool) and 0 <= token < model.config.vocab
+    if isinstance(token, bool) or not isinstance(token, int | np.integer):
+        return False
+    return 0 <= int(token) < model.config.vocab
 
 
 def _encoded(model: "Model", prompts: Sequence[Prompt]) -> list[list[int]]:
@@ -267,18 +329,25 @@ def _encoded(model: "Model", prompts: Sequence[Prompt]) -> list[list[int]]:
     for i, prompt in enumerate(prompts):
         if isinstance(prompt, str):
             if model.tokenizer is None:
-                problems.append(f"prompt {i} is text, and this folder has no tokenizer: give token ids")
+                problems.append(
+                    f"prompt {i} is text, and this folder has no tokenizer: give token ids"
+                )
                 continue
             ids = model.tokenizer.encode(prompt)
         else:
             ids = list(prompt)
         bad = [t for t in ids if not _is_id(model, t)]
         if bad:
-            problems.append(f"prompt {i}: {bad[0]!r} is no token id below the vocabulary of {model.config.vocab}")
+            problems.append(
+                f"prompt {i}: {bad[0]!r} is no token id below {model.config.vocab}, the vocabulary"
+            )
         elif not ids:
             problems.append(f"prompt {i} is empty")
         elif len(ids) >= limit:
-            problems.append(f"prompt {i} has {len(ids)} tokens: the context of {limit} leaves no room for a reply")
+            problems.append(
+                f"prompt {i} has {len(ids)} tokens: "
+                f"the context of {limit} leaves no room for a reply"
+            )
         encoded.append(ids)
     if problems:
         raise PromptError("\n".join(problems))
@@ -300,18 +369,19 @@ def generate(
     logprobs: bool | int = False,
     progress: bool | None = None,
 ) -> list[Completion]:
-    """Continue each prompt: a string, a list of strings, or lists of token ids; one `Completion` each, in order.
+    """Continue each prompt: a string, a list of strings, or lists of token ids; one `Completion`
+    each, in order.
 
-    `sampling` (`Greedy()`, `Sample(...)`) excludes `temperature`, `top_p` and `top_k`. `seed`: one for all or one per
-    prompt; a result depends on its own prompt and seed alone. `stop`: strings that end a reply and are cut from it.
-    `stop_tokens`: ids that end it (None: the config's end ids, []: none). `logprobs`: True, or how many best tokens
-    to report beside the chosen one.
+    `sampling` (`Greedy()`, `Sample(...)`) excludes `temperature`, `top_p` and `top_k`. `seed`: one
+    for all or one per prompt; a result depends on its own prompt and seed alone. `stop`: strings
+    that end a reply and are cut from it. `stop_tokens`: ids that end it (None: the config's end
+    ids, []: none). `logprobs`: True, or how many best tokens to report beside the chosen one.
     """
     single = isinstance(prompts, str) or (len(prompts) > 0 and _is_id(model, prompts[0]))
     many: Sequence = [prompts] if single else prompts
     options = _options(
-        model, len(many), sampling, seed, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k,
-        stop=stop, stop_tokens=stop_tokens, logprobs=logprobs,
+        model, len(many), sampling, seed, max_new_tokens=max_new_tokens, temperature=temperature,
+        top_p=top_p, top_k=top_k, stop=stop, stop_tokens=stop_tokens, logprobs=logprobs,
     )  # fmt: skip
     rows = _rows(model, _encoded(model, many), options)
     done: list[Completion] = []
@@ -326,9 +396,12 @@ def generate(
 
 
 def stream(model: "Model", prompt: Prompt, **options: Any) -> Iterator[Event]:
-    """Continue one prompt, yielding an `Event` per token; the texts joined are `generate`'s text. Options as there."""
+    """Continue one prompt, yielding an `Event` per token; the texts joined are `generate`'s text.
+    Options as there.
+    """
     defaults = dict(
-        max_new_tokens=64, temperature=0.0, top_p=1.0, top_k=0, sampling=None, seed=0, stop=None, stop_tokens=None, logprobs=False
+        max_new_tokens=64, temperature=0.0, top_p=1.0, top_k=0, sampling=None, seed=0, stop=None,
+        stop_tokens=None, logprobs=False
     )  # fmt: skip
     unknown = sorted(set(options) - set(defaults))
     if unknown:
@@ -361,13 +434,20 @@ class _Clock:
 def _rows(model: "Model", encoded: list[list[int]], options: Options) -> list[_Row]:
     limit = model.config.max_positions
     return [
-        _Row(ids, min(options.max_new_tokens, limit - len(ids)), seed, TextBuilder(model.tokenizer, options.stops))
+        _Row(
+            ids,
+            min(options.max_new_tokens, limit - len(ids)),
+            seed,
+            TextBuilder(model.tokenizer, options.stops),
+        )
         for ids, seed in zip(encoded, options.seeds, strict=True)
     ]
 
 
 def _run(model: "Model", rows: list[_Row], options: Options, clock: _Clock) -> Iterator[None]:
-    """Prefill a batch of rows and decode until all have ended; yields after each token of the batch."""
+    """Prefill a batch of rows and decode until all have ended; yields after each token of the
+    batch.
+    """
     from .runner import capacity
 
     B = next(size for size in BATCHES if size >= len(rows))
@@ -397,13 +477,20 @@ def _choose(logits: Array, rows: list[_Row], B: int, options: Options) -> np.nda
     pad = [0] * (B - len(rows))
     s = options.sampling
     settings = np.tile(np.array([s.temperature, s.top_k, s.top_p, s.min_p], np.float32), (B, 1))
-    keys = step_keys(np.array([r.seed for r in rows] + pad), np.array([len(r.tokens) for r in rows] + pad))
+    keys = step_keys(
+        np.array([r.seed for r in rows] + pad), np.array([len(r.tokens) for r in rows] + pad)
+    )
     out = sample(logits, keys, settings, options.top, s.temperature == 0)
     ids, usable, chosen, best_ids, best = map(np.asarray, out)
     for i, row in enumerate(rows):
         if row.reason is None:
             top = tuple(zip(best_ids[i].tolist(), best[i].tolist(), strict=True))
-            row.take(int(ids[i]), bool(usable[i]), TokenLogprob(int(ids[i]), float(chosen[i]), top), options.stop_ids)
+            row.take(
+                int(ids[i]),
+                bool(usable[i]),
+                TokenLogprob(int(ids[i]), float(chosen[i]), top),
+                options.stop_ids,
+            )
     return ids
 
 
@@ -411,4 +498,6 @@ def _completion(row: _Row, model: "Model", options: Options, clock: _Clock) -> C
     usage = Usage(len(row.ids), len(row.tokens), clock.prefill, clock.decode)
     text = "".join(row.text) if model.tokenizer else None
     assert row.reason is not None
-    return Completion(row.tokens, text, row.reason, row.logprobs if options.logprobs else None, usage, row.error)
+    return Completion(
+        row.tokens, text, row.reason, row.logprobs if options.logprobs else None, usage, row.error
+    )

@@ -1,4 +1,6 @@
-"""Small parts that every layer uses: declaring a weight, linear maps, norms, SiTU and the gated MLP."""
+"""Small parts that every layer uses: declaring a weight, linear maps, norms, SiTU and the gated
+MLP.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +29,7 @@ def at_least_float32(dtype: DTypeLike) -> jnp.dtype:
 
 
 def widen(x: Array) -> Array:
+    """x in at least float32."""
     return x.astype(at_least_float32(x.dtype))
 
 
@@ -36,7 +39,9 @@ def linear(x: Float[Array, "*rows i"], w: Float[Array, "o i"]) -> Float[Array, "
 
 
 def linear_wide(x: Float[Array, "*rows i"], w: Float[Array, "o i"]) -> Float[Array, "*rows o"]:
-    """x w^T in at least float32, full precision (GPUs would take TF32 by default), not rounded back."""
+    """x w^T in at least float32, full precision (GPUs would take TF32 by default), not rounded
+    back.
+    """
     return jnp.einsum(
         "...i,oi->...o",
         x,
@@ -46,8 +51,12 @@ def linear_wide(x: Float[Array, "*rows i"], w: Float[Array, "o i"]) -> Float[Arr
     )
 
 
-def rms_norm(x: Float[Array, "*rows D"], w: Float[Array, " D"], eps: float) -> Float[Array, "*rows D"]:
-    """w * round(x / rms(x)): statistics in at least float32, rounded to the type of x *before* the weight."""
+def rms_norm(
+    x: Float[Array, "*rows D"], w: Float[Array, " D"], eps: float
+) -> Float[Array, "*rows D"]:
+    """w * round(x / rms(x)): statistics in at least float32, rounded to the type of x *before* the
+    weight.
+    """
     wide = widen(x)
     normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + eps)
     return normed.astype(x.dtype) * w.astype(x.dtype)
@@ -71,7 +80,9 @@ def situ(gate: Float[Array, "*rows F"], up: Float[Array, "*rows F"], config: Con
 
 
 class MLP(nnx.Module):
-    """down(situ(gate x, up x)): the dense layers and the shared experts. The result is a partial sum over F."""
+    """down(situ(gate x, up x)): the dense layers and the shared experts. The result is a partial
+    sum over F.
+    """
 
     def __init__(self, config: Config, width: int, dtype: DTypeLike):
         D, F = config.hidden, width
@@ -81,5 +92,6 @@ class MLP(nnx.Module):
         self.w_down = weight(dtype, D=D, F=F)
 
     def __call__(self, x: Float[Array, "P D"]) -> Float[Array, "P D"]:
+        """x [P, D] -> this rank's partial sum [P, D]."""
         hidden = situ(linear(x, self.w_gate[...]), linear(x, self.w_up[...]), self.config)
         return linear(hidden.astype(x.dtype), self.w_down[...])

@@ -1,8 +1,10 @@
-"""Gated multi-head latent attention without rotation, expanded and absorbed, over a cache of latent rows.
+"""Gated multi-head latent attention without rotation, expanded and absorbed, over a cache of latent
+rows.
 
-A token leaves one row [c, k_rope] in the cache. Expanded (the definition), each head's keys and values are made from
-it: k = [w_k_b c, k_rope], v = w_v_b c. Absorbed, w_k_b moves to the query and w_v_b to the output, so that all heads
-attend to the rows themselves. The `rope` part is carried but never rotated: positions only order the keys.
+A token leaves one row [c, k_rope] in the cache. Expanded (the definition), each head's keys and
+values are made from it: k = [w_k_b c, k_rope], v = w_v_b c. Absorbed, w_k_b moves to the query and
+w_v_b to the output, so that all heads attend to the rows themselves. The `rope` part is carried but
+never rotated: positions only order the keys.
 """
 
 import jax
@@ -27,7 +29,9 @@ def dot(spec: str, a: Array, b: Array) -> Array:
 
 
 def per_head(x: Float[Array, "B T H i"], w: Float[Array, "H i o"]) -> Float[Array, "B T H o"]:
-    """x_h w_h for every head, rounded once. Heads lead both operands: CPUs run no other batched bfloat16 product."""
+    """x_h w_h for every head, rounded once. Heads lead both operands: CPUs run no other batched
+    bfloat16 product.
+    """
     B, T, H, _ = x.shape
     rows = jnp.moveaxis(x, 2, 0).reshape(H, B * T, -1)
     y = dot("hpi,hio->hpo", rows, w).astype(x.dtype)
@@ -64,10 +68,11 @@ def attend_rows(
     scale: float,
     slots: int,
 ) -> Float[Array, "B T H C"]:
-    """Every query over all latent rows up to its position, a block of keys at a time (online softmax).
+    """Every query over all latent rows up to its position, a block of keys at a time (online
+    softmax).
 
-    Only the first `slots` slots can hold keys, and only blocks that hold some are read. A block comes straight out of
-    the stack of caches, so that no layer's cache is copied.
+    Only the first `slots` slots can hold keys, and only blocks that hold some are read. A block
+    comes straight out of the stack of caches, so that no layer's cache is copied.
     """
     B, T, H, _ = q.shape
     block = min(KEY_BLOCK, slots)
@@ -112,7 +117,9 @@ def attend_selected(
     rows = from_cache(cache[group, batch, chosen], q.dtype)
     rows = jnp.where(kept[..., None], rows, jnp.zeros((), q.dtype))
     scores = jnp.where(kept[..., None, :], dot("bthr,btur->bthu", q, rows) * scale, -jnp.inf)
-    weights = jnp.exp(scores - jnp.maximum(scores.max(-1, keepdims=True), jnp.finfo(scores.dtype).min))
+    weights = jnp.exp(
+        scores - jnp.maximum(scores.max(-1, keepdims=True), jnp.finfo(scores.dtype).min)
+    )
     mass = jnp.maximum(weights.sum(-1), 1e-30)
     out = dot("bthu,btuc->bthc", weights.astype(q.dtype), rows[..., :value_width])
     return (out / mass[..., None]).astype(q.dtype)
@@ -138,8 +145,12 @@ class MLA(nnx.Module):
         if config.sparse:
             self.indexer = Indexer(config, dtype)
 
-    def __call__(self, x: Float[Array, "B T D"], state: MLAState, step: Step) -> tuple[Array, MLAState]:
-        """x [B, T, D] -> this rank's partial of the output [B, T, D], and the state with the new rows written."""
+    def __call__(
+        self, x: Float[Array, "B T D"], state: MLAState, step: Step
+    ) -> tuple[Array, MLAState]:
+        """x [B, T, D] -> this rank's partial of the output [B, T, D], and the state with the new
+        rows written.
+        """
         eps = self.config.mla_norm_eps
         latent = rms_norm(linear(x, self.w_q_a[...]), self.q_norm[...], eps)
         q = linear(latent, self.w_q_b[...])
@@ -157,7 +168,9 @@ class MLA(nnx.Module):
         C = self.config.kv_rank
         row = linear(x, self.w_kv_a[...])
         c = rms_norm(row[..., :C], self.kv_norm[...], self.config.mla_norm_eps)
-        latents = write_rows(state.latents, step.group, jnp.concatenate([c, row[..., C:]], -1), step)
+        latents = write_rows(
+            state.latents, step.group, jnp.concatenate([c, row[..., C:]], -1), step
+        )
         index_keys = state.index_keys
         if index_keys is not None:
             index_keys = write_rows(index_keys, step.group, self.indexer.keys(x), step)
@@ -183,7 +196,9 @@ class MLA(nnx.Module):
             scores = score(q_i, w_i, keys)
             teach = step.forms.select == "teach"
             select = select_mask if teach else select_sorted
-            allowed &= select(jax.lax.stop_gradient(jnp.where(allowed, scores, -jnp.inf)), self.config.index_topk)
+            allowed &= select(
+                jax.lax.stop_gradient(jnp.where(allowed, scores, -jnp.inf)), self.config.index_topk
+            )
             if teach:  # a value of zero through which attention's gradient reaches the scores
                 bias = scores - jax.lax.stop_gradient(scores)
         return expanded(q, latents, self.w_k_b[...], self.w_v_b[...], allowed, self._scale, bias)
@@ -205,7 +220,9 @@ class MLA(nnx.Module):
         return per_head(o, jnp.swapaxes(self.w_v_b[...], 1, 2))
 
     def _sparse(self, q: Array, x: Array, latent: Array, state: MLAState, step: Step) -> Array:
-        """Select and attend, a block of queries at a time, so that memory follows the block and not the prompt."""
+        """Select and attend, a block of queries at a time, so that memory follows the block and not
+        the prompt.
+        """
         U, C = self.config.index_topk, self.config.kv_rank
         keys = state.index_keys
         assert keys is not None
@@ -221,17 +238,23 @@ class MLA(nnx.Module):
 
 
 def over_queries(one, arrays: tuple[Array, ...], valid: Bool[Array, "B T"], size: int) -> Array:
-    """Apply `one` to blocks of `size` queries [B, size, ...] in turn and join them; blocks of padding are skipped."""
+    """Apply `one` to blocks of `size` queries [B, size, ...] in turn and join them; blocks of
+    padding are skipped.
+    """
     B, T = valid.shape
     if size >= T:
         return one(arrays)
-    split = lambda x: jnp.moveaxis(  # noqa: E731
-        jnp.pad(x, ((0, 0), (0, -T % size), *[(0, 0)] * (x.ndim - 2))).reshape(B, -1, size, *x.shape[2:]), 1, 0
-    )
+
+    def split(x: Array) -> Array:
+        padded = jnp.pad(x, ((0, 0), (0, -T % size), *[(0, 0)] * (x.ndim - 2)))
+        return jnp.moveaxis(padded.reshape(B, -1, size, *x.shape[2:]), 1, 0)
+
     out = jax.eval_shape(one, tuple(split(x)[0] for x in arrays))
 
     def maybe(block):
-        return jax.lax.cond(jnp.any(block[0]), lambda: one(block[1]), lambda: jnp.zeros(out.shape, out.dtype))
+        return jax.lax.cond(
+            jnp.any(block[0]), lambda: one(block[1]), lambda: jnp.zeros(out.shape, out.dtype)
+        )
 
     parts = jax.lax.map(maybe, (split(valid), tuple(split(x) for x in arrays)))
     return jnp.moveaxis(parts, 0, 1).reshape(B, -1, *out.shape[2:])[:, :T]

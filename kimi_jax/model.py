@@ -1,7 +1,10 @@
-"""The decoder, top to bottom: Layer, stacks of equal groups of layers, Kimi; and how its weights are declared and built."""
+"""The decoder, top to bottom: Layer, stacks of equal groups of layers, Kimi; and how its weights
+are declared and built.
+"""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,15 +36,18 @@ class Layer(nnx.Module):
         self.dense = config.is_dense(index)
         self.attention_residual = Mix(config, dtype)
         self.attention_norm = weight(dtype, D=D)
-        self.attention = MLA(config, dtype) if config.is_mla(index) else KDA(config, dtype)
+        self.attention: Any = MLA(config, dtype) if config.is_mla(index) else KDA(config, dtype)
         self.mlp_residual = Mix(config, dtype)
         self.mlp_norm = weight(dtype, D=D)
-        self.mlp = MLP(config, config.dense_ffn, dtype) if self.dense else MoE(config, dtype, packed)
+        self.mlp: Any = (
+            MLP(config, config.dense_ffn, dtype) if self.dense else MoE(config, dtype, packed)
+        )
 
     def __call__(
-        self, x: Array, bank: Array, state: KDAState | MLAState, step: Step, index: int | Array
-    ) -> tuple[Array, Array, KDAState | MLAState, tuple[Array, Array]]:
-        """The residual stream x [P, D] and its bank after this layer, the state, and the two mixtures' weights.
+        self, x: Array, bank: Array, state: Any, step: Step, index: int | Array
+    ) -> tuple[Array, Array, Any, tuple[Array, Array]]:
+        """The residual stream x [P, D] and its bank after this layer, the state, and the two
+        mixtures' weights.
 
         The mixture that attention reads is made before a block start pushes x to the bank.
         """
@@ -50,7 +56,9 @@ class Layer(nnx.Module):
         with jax.named_scope("attention"):
             h, mixed = self.attention_residual(x, bank, count)
             x, bank, count = push(x, bank, count, index % block == 0)
-            partial, state = self.attention(enter(rms_norm(h, self.attention_norm[...], eps), step), state, step)
+            partial, state = self.attention(
+                enter(rms_norm(h, self.attention_norm[...], eps), step), state, step
+            )
             x = x + leave(partial)
         with jax.named_scope("mlp"):
             h, mixed_mlp = self.mlp_residual(x, bank, count)
@@ -65,18 +73,22 @@ class Layer(nnx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """`groups` repetitions of `period` layers from layer `first` on, of equal kinds position by position."""
+    """`groups` repetitions of `period` layers from layer `first` on, of equal kinds position by
+    position.
+    """
 
     first: int
     period: int
     groups: int
 
-    def layer(self, position: int, group: int | Array) -> int | Array:
+    def layer(self, position: int, group: Any) -> Any:
+        """The index of a layer, traced where the group is."""
         return self.first + group * self.period + position
 
 
 def spans(config: Config, scan: bool) -> tuple[Span, ...]:
-    """Layers as spans: all in one without scan; with it, a head, the longest run of equal groups, and a tail.
+    """Layers as spans: all in one without scan; with it, a head, the longest run of equal groups,
+    and a tail.
 
     Of all ways to choose the run, the one that leaves the fewest layers to trace.
     """
@@ -99,23 +111,31 @@ def spans(config: Config, scan: bool) -> tuple[Span, ...]:
 
 
 class Stack(nnx.Module):
-    """The layers of one span. Every weight leads with the span's groups; more than one group is scanned.
+    """The layers of one span. Every weight leads with the span's groups; more than one group is
+    scanned.
 
-    The state of all groups is carried and updated in place: passed through a scan as inputs and outputs it would
-    exist twice. Expert weights are closed over and read by (group, expert): as scanned inputs they would be copied.
+    The state of all groups is carried and updated in place: passed through a scan as inputs and
+    outputs it would exist twice. Expert weights are closed over and read by (group, expert): as
+    scanned inputs they would be copied.
     """
 
     def __init__(self, config: Config, dtype: DTypeLike, span: Span, packed: bool):
         self.span = span
-        self.layers = nnx.List([Layer(config, dtype, span.layer(j, 0), packed) for j in range(span.period)])
+        self.layers = nnx.List(
+            [Layer(config, dtype, span.layer(j, 0), packed) for j in range(span.period)]
+        )
         for _, param in nnx.iter_graph(self.layers):
             if isinstance(param, nnx.Param):
                 one = param.get_value()
                 param.set_value(jax.ShapeDtypeStruct((span.groups, *one.shape), one.dtype))
                 param.set_metadata(dims=("G", *param.get_metadata()["dims"]))
 
-    def __call__(self, x: Array, bank: Array, states: list, step: Step) -> tuple[Array, Array, list, list]:
-        """x, bank, the states and the mixtures' weights, two [N + 1, P] a layer (none where layers are scanned)."""
+    def __call__(
+        self, x: Array, bank: Array, states: list, step: Step
+    ) -> tuple[Array, Array, list, list]:
+        """x, bank, the states and the mixtures' weights, two [N + 1, P] a layer (none where layers
+        are scanned).
+        """
         graph, experts, rest = nnx.split(self.layers, Expert, ...)
         if self.span.groups == 1:
             layers = nnx.merge(graph, experts, jax.tree.map(lambda w: w[0], rest))
@@ -124,18 +144,24 @@ class Stack(nnx.Module):
         def one(carry: tuple, group_weights: tuple) -> tuple[tuple, None]:
             group, weights = group_weights
             layers = nnx.merge(graph, experts, weights)
-            return self._group(layers, carry, dataclasses.replace(step, group=group), group)[:3], None
+            return self._group(layers, carry, dataclasses.replace(step, group=group), group)[
+                :3
+            ], None
 
         groups = jnp.arange(self.span.groups, dtype=jnp.int32)
         (x, bank, states), _ = jax.lax.scan(one, (x, bank, states), (groups, rest))
         return x, bank, states, []
 
-    def _group(self, layers: Sequence[Layer], carry: tuple, step: Step, group: int | Array) -> tuple:
+    def _group(
+        self, layers: Sequence[Layer], carry: tuple, step: Step, group: int | Array
+    ) -> tuple:
         x, bank, states = carry
         states, mixtures = list(states), []
         for j, layer in enumerate(layers):
             index = self.span.layer(j, group)
-            with jax.named_scope(f"layer_{index}" if isinstance(index, int) else f"layer_{j}_of_group"):
+            with jax.named_scope(
+                f"layer_{index}" if isinstance(index, int) else f"layer_{j}_of_group"
+            ):
                 x, bank, states[j], mixed = layer(x, bank, states[j], step, index)
             mixtures.extend(mixed)
         return x, bank, states, mixtures
@@ -157,7 +183,9 @@ class Kimi(nnx.Module):
     def __call__(
         self, tokens: Int[Array, "B T"], state: State, lengths: Int[Array, " B"], step: Step
     ) -> tuple[Float[Array, "B T D"], State, list[Array]]:
-        """Tokens -> normed output rows [B, T, D], the state after them, and every residual mixture's weights."""
+        """Tokens -> normed output rows [B, T, D], the state after them, and every residual
+        mixture's weights.
+        """
         x = collectives.embed(self.embed[...], tokens).reshape(-1, self.config.hidden)
         bank = jnp.zeros((self.config.bank_rows, *x.shape), x.dtype)
         layers, mixtures = [], []
@@ -169,7 +197,9 @@ class Kimi(nnx.Module):
         out = rms_norm(mixed, self.norm[...], self.config.norm_eps).reshape(*tokens.shape, -1)
         last = jnp.take_along_axis(out, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
         hidden = jnp.where((lengths > 0)[:, None], last, state.hidden)
-        state = dataclasses.replace(state, layers=layers, length=state.length + lengths, hidden=hidden)
+        state = dataclasses.replace(
+            state, layers=layers, length=state.length + lengths, hidden=hidden
+        )
         return out, state, [*mixtures, weights]
 
     def head_logits(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows Z"]:
@@ -178,7 +208,9 @@ class Kimi(nnx.Module):
         return collectives.all_gather(linear_wide(x, w[...]), x.ndim - 1)
 
 
-def new_state(config: Config, dtype: DTypeLike, stacks: tuple[Span, ...], B: int, S: int, ranks: int = 1) -> State:
+def new_state(
+    config: Config, dtype: DTypeLike, stacks: tuple[Span, ...], B: int, S: int, ranks: int = 1
+) -> State:
     """An empty state of B rows and S slots, its heads cut over `ranks`."""
     H, K, V = config.kda_heads // ranks, config.kda_key_dim, config.kda_value_dim
     W1, wide, stored = config.conv_width - 1, at_least_float32(dtype), cache_dtype(jnp.dtype(dtype))
@@ -196,7 +228,9 @@ def new_state(config: Config, dtype: DTypeLike, stacks: tuple[Span, ...], B: int
 
 @dataclasses.dataclass(frozen=True)
 class Declared:
-    """One weight before it exists: where it stands in the module, its shape and type, its dims, its released layers."""
+    """One weight before it exists: where it stands in the module, its shape and type, its dims, its
+    released layers.
+    """
 
     path: tuple
     shape: tuple[int, ...]
@@ -211,19 +245,27 @@ def declare(model: Kimi) -> Iterator[Declared]:
         value, dims = param.get_value(), param.get_metadata()["dims"]
         names = (".".join(map(str, path)),)
         if path[0] == "stacks":
-            span = model.stacks[path[1]].span
+            span = model.stacks[int(str(path[1]))].span
             tail = ".".join(map(str, path[4:]))
-            names = tuple(f"layers.{span.layer(path[3], g)}.{tail}" for g in range(span.groups))
+            names = tuple(f"layers.{span.layer(int(str(path[3])), g)}.{tail}" for g in range(span.groups))
         yield Declared(path, value.shape, jnp.dtype(value.dtype), dims, names)
 
 
-def build(model: Kimi, place: Placement, mesh: Mesh, read: Read, done: Callable[[int], None] = lambda n: None) -> dict:
-    """Fill a declared model: path -> array on the mesh, each device's slice asked of `read(name, index)` alone."""
+def build(
+    model: Kimi,
+    place: Placement,
+    mesh: Mesh,
+    read: Read,
+    done: Callable[[int], None] = lambda n: None,
+) -> dict:
+    """Fill a declared model: path -> array on the mesh, each device's slice asked of `read(name,
+    index)` alone.
+    """
     weights = {}
     for w in declare(model):
         sharding = NamedSharding(mesh, place.spec(w.dims))
 
-        def fill(index: tuple[slice, ...], w: Declared = w) -> np.ndarray:
+        def fill(index: Any, w: Declared = w) -> np.ndarray:
             if w.dims[0] != "G":
                 return _fit(read(w.names[0], index), w, index)
             parts = [_fit(read(name, index[1:]), w, index[1:]) for name in w.names[index[0]]]

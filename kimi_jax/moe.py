@@ -1,6 +1,8 @@
-"""The latent mixture of experts: router, every expert on every token (definition), sorted blocks (fast), the sublayer.
+"""The latent mixture of experts: router, every expert on every token (definition), sorted blocks
+(fast), the sublayer.
 
-Nothing is ever dropped: there is no capacity. Routed experts work in a latent space of width L, shared experts on D.
+Nothing is ever dropped: there is no capacity. Routed experts work in a latent space of width L,
+shared experts on D.
 """
 
 import jax
@@ -11,14 +13,26 @@ from jaxtyping import Array, Bool, Float, Int
 
 from . import mxfp4
 from .config import Config
-from .layers import MLP, Expert, at_least_float32, linear, linear_wide, rms_norm, situ, weight, widen
+from .layers import (
+    MLP,
+    Expert,
+    at_least_float32,
+    linear,
+    linear_wide,
+    rms_norm,
+    situ,
+    weight,
+    widen,
+)
 from .state import Step
 
 GROUP = 32  # inputs that share one MXFP4 scale
 
 
 def limit_groups(choice: Float[Array, "P E"], groups: int, keep: int) -> Float[Array, "P E"]:
-    """-inf outside the `keep` groups whose two best experts sum highest (DeepSeek-V3's group limiting)."""
+    """-inf outside the `keep` groups whose two best experts sum highest (DeepSeek-V3's group
+    limiting).
+    """
     if groups <= keep:
         return choice
     grouped = choice.reshape(choice.shape[0], groups, -1)
@@ -31,8 +45,12 @@ def limit_groups(choice: Float[Array, "P E"], groups: int, keep: int) -> Float[A
 def route(
     logits: Float[Array, "P E"], bias: Float[Array, " E"], config: Config
 ) -> tuple[Int[Array, "P A"], Float[Array, "P A"]]:
-    """The active experts of each row and their weights. The bias selects, it never weighs; ties: lowest expert."""
-    scores = jax.nn.sigmoid(logits) if config.router == "sigmoid" else jax.nn.softmax(logits, axis=-1)
+    """The active experts of each row and their weights. The bias selects, it never weighs; ties:
+    lowest expert.
+    """
+    scores = (
+        jax.nn.sigmoid(logits) if config.router == "sigmoid" else jax.nn.softmax(logits, axis=-1)
+    )
     choice = limit_groups(scores + bias, config.expert_groups, config.groups_kept)
     _, ids = jax.lax.top_k(choice, config.active_experts)
     weights = jnp.take_along_axis(scores, ids, axis=-1)
@@ -42,7 +60,9 @@ def route(
 
 
 class Experts(nnx.Module):
-    """The routed experts' weights [G, E, out, in], MXFP4-packed (two inputs a byte, a scale byte per 32) or plain."""
+    """The routed experts' weights [G, E, out, in], MXFP4-packed (two inputs a byte, a scale byte
+    per 32) or plain.
+    """
 
     def __init__(self, config: Config, dtype: DTypeLike, packed: bool):
         E, F, L = config.experts, config.expert_ffn, config.latent
@@ -59,16 +79,24 @@ class Experts(nnx.Module):
             self.w_up = weight(dtype, Expert, E=E, F=F, L=L)
             self.w_down = weight(dtype, Expert, E=E, L=L, F=F)
 
-    def _times(self, x: Float[Array, "rows i"], name: str, group: int | Array, expert: Array) -> Array:
-        """x w^T for one expert, its weights taken by index and decoded where they are used; rounded to x's type."""
+    def _times(
+        self, x: Float[Array, "rows i"], name: str, group: int | Array, expert: Array
+    ) -> Array:
+        """x w^T for one expert, its weights taken by index and decoded where they are used; rounded
+        to x's type.
+        """
         take = lambda kind: _take(getattr(self, f"{kind}_{name}")[...], group, expert)  # noqa: E731
         if self.packed:
             return mxfp4.matmul(x, take("w"), take("s")).astype(x.dtype)
         return linear(x, take("w"))
 
-    def one(self, x: Float[Array, "rows L"], group: int | Array, expert: Array) -> Float[Array, "rows L"]:
+    def one(
+        self, x: Float[Array, "rows L"], group: int | Array, expert: Array
+    ) -> Float[Array, "rows L"]:
         """w_down situ(w_gate x, w_up x) of one expert."""
-        hidden = situ(self._times(x, "gate", group, expert), self._times(x, "up", group, expert), self.config)
+        hidden = situ(
+            self._times(x, "gate", group, expert), self._times(x, "up", group, expert), self.config
+        )
         return self._times(hidden.astype(x.dtype), "down", group, expert)
 
     def whole(self, name: str, group: int | Array, dtype: DTypeLike) -> Array:
@@ -83,9 +111,15 @@ def _take(stack: Array, group: int | Array, expert: Array) -> Array:
 
 
 def dense(
-    z: Float[Array, "P L"], ids: Int[Array, "P A"], weights: Float[Array, "P A"], experts: Experts, group: int | Array
+    z: Float[Array, "P L"],
+    ids: Int[Array, "P A"],
+    weights: Float[Array, "P A"],
+    experts: Experts,
+    group: int | Array,
 ) -> Float[Array, "P L"]:
-    """Every expert on every row, then a mask: slow, and plainly right. Ids outside the experts held weigh nothing."""
+    """Every expert on every row, then a mask: slow, and plainly right. Ids outside the experts held
+    weigh nothing.
+    """
     w_gate, w_up, w_down = (experts.whole(name, group, z.dtype) for name in ("gate", "up", "down"))
     every = jax.vmap(linear)
     rows = jnp.broadcast_to(z, (w_gate.shape[0], *z.shape))
@@ -101,11 +135,17 @@ def block_rows(rows: int) -> int:
 
 
 def grouped(
-    z: Float[Array, "P L"], ids: Int[Array, "P A"], weights: Float[Array, "P A"], experts: Experts, group: int | Array
+    z: Float[Array, "P L"],
+    ids: Int[Array, "P A"],
+    weights: Float[Array, "P A"],
+    experts: Experts,
+    group: int | Array,
 ) -> Float[Array, "P L"]:
-    """`dense` by sorting (row, expert) pairs by expert and running the blocks that exist, one expert a block.
+    """`dense` by sorting (row, expert) pairs by expert and running the blocks that exist, one
+    expert a block.
 
-    Cost follows the active experts. A row's sum runs in the order of its experts, whatever its neighbours are.
+    Cost follows the active experts. A row's sum runs in the order of its experts, whatever its
+    neighbours are.
     """
     P, A = ids.shape
     E, block = experts.w_gate.shape[1], block_rows(P)
@@ -119,7 +159,9 @@ def grouped(
     def one(i: Array, total: Array) -> Array:
         expert = jnp.sum(block_ends <= i, dtype=jnp.int32)
         last = block_ends[expert] - (counts[expert] + block - 1) // block
-        pairs = ends[expert] - counts[expert] + (i - last) * block + jnp.arange(block, dtype=jnp.int32)
+        pairs = (
+            ends[expert] - counts[expert] + (i - last) * block + jnp.arange(block, dtype=jnp.int32)
+        )
         real = pairs < ends[expert]
         pair = order[jnp.where(real, pairs, 0)]
         row = pair // A
@@ -145,12 +187,16 @@ class MoE(nnx.Module):
         if config.shared_experts:
             self.shared = MLP(config, config.shared_ffn, dtype)
 
-    def __call__(self, x: Float[Array, "P D"], active: Bool[Array, " P"], step: Step) -> Float[Array, "P D"]:
+    def __call__(
+        self, x: Float[Array, "P D"], active: Bool[Array, " P"], step: Step
+    ) -> Float[Array, "P D"]:
         """x [P, D] -> [P, D]. Inactive rows (padding) reach no expert."""
         ids, weights = route(linear_wide(x, self.w_router[...]), self.router_bias[...], self.config)
         ids = jnp.where(active[:, None], ids, self.config.experts)
         form = dense if step.forms.moe == "dense" else grouped
-        routed = form(linear(x, self.w_latent_down[...]), ids, weights, self.experts, step.group).astype(x.dtype)
+        routed = form(
+            linear(x, self.w_latent_down[...]), ids, weights, self.experts, step.group
+        ).astype(x.dtype)
         if self.config.latent_norm:  # the norm sees the complete sum
             routed = rms_norm(routed, self.latent_norm[...], self.config.norm_eps)
         y = linear(routed, self.w_latent_up[...])

@@ -1,6 +1,8 @@
-"""Where everything lives: the mesh, the table dim -> mesh axis, and the `Placement` that answers for a run.
+"""Where everything lives: the mesh, the table dim -> mesh axis, and the `Placement` that answers
+for a run.
 
-One decoder serves every parallel system; a placement is a value given to it, never a second decoder.
+One decoder serves every parallel system; a placement is a value given to it, never a second
+decoder.
 """
 
 import dataclasses
@@ -8,7 +10,6 @@ from collections.abc import Sequence
 
 import jax
 from jax.sharding import AxisType, Mesh, PartitionSpec
-
 from jaxtyping import Array, Float
 
 from .collectives import DATA, MODEL, all_reduce
@@ -59,10 +60,12 @@ _PAD = ("heads", "experts", "vocab", "dense", "shared")
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Which rows, keys, experts and sums a device holds or completes. Frozen and hashable; lists become tuples.
+    """Which rows, keys, experts and sums a device holds or completes. Frozen and hashable; lists
+    become tuples.
 
     On one device every answer is the same program. Options beyond the defaults raise
-    `NotImplementedError` naming the option when they are checked against a mesh, until they are built.
+    `NotImplementedError` naming the option when they are checked against a mesh, until they are
+    built.
     """
 
     rows: str = "full"
@@ -98,7 +101,9 @@ class Placement:
         ]
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.type is int and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+            if field.type is int and (
+                isinstance(value, bool) or not isinstance(value, int) or value < 0
+            ):
                 problems.append(f"{field.name} must be a whole number >= 0, got {value!r}")
         if problems:
             raise PlacementError("\n".join(problems))

@@ -1,23 +1,38 @@
-"""Progress bars on long work: shown on a terminal, on standard error, once the work has lasted a second."""
+"""Progress bars on long work: shown on a terminal, on standard error, once the work has lasted a
+second.
+"""
 
 import sys
 import time
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.progress import Progress as Bar
-from rich.progress import TransferSpeedColumn
 
 
 class Progress:
-    """A bar over `total` bytes or tokens. `show=None` shows it on a terminal and after a second, `True` always."""
+    """A bar over `total` bytes or tokens. `show=None` shows it on a terminal and after a second,
+    `True` always.
+    """
 
     def __init__(self, what: str, total: int, unit: str = "tokens", show: bool | None = None):
         bytes_ = (DownloadColumn(), TransferSpeedColumn())
         columns = bytes_ if unit == "bytes" else (MofNCompleteColumn(), TextColumn(unit))
         console = Console(file=sys.stderr)
         self._bar = Bar(
-            TextColumn("{task.description}"), BarColumn(), *columns, TimeRemainingColumn(), console=console, transient=True
+            TextColumn("{task.description}"),
+            BarColumn(),
+            *columns,
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
         )
         self._task = self._bar.add_task(what, total=total)
         self._wanted = console.is_terminal if show is None else show

@@ -1,4 +1,6 @@
-"""Attention residuals: every sublayer reads a learned mixture of earlier block starts and the running sum."""
+"""Attention residuals: every sublayer reads a learned mixture of earlier block starts and the
+running sum.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,9 @@ from .config import Config
 from .layers import HIGHEST, weight, widen
 
 
-def scores(values: Float[Array, "*rows D"], direction: Float[Array, " D"], eps: float) -> Float[Array, "*rows"]:
+def scores(
+    values: Float[Array, "*rows D"], direction: Float[Array, " D"], eps: float
+) -> Float[Array, "*rows"]:
     """(value / rms(value)) . direction, in at least float32."""
     wide = widen(values)
     rms = jnp.sqrt(jnp.mean(wide * wide, -1) + eps)
@@ -24,27 +28,35 @@ def mix(
     direction: Float[Array, " D"],
     eps: float,
 ) -> tuple[Float[Array, "P D"], Float[Array, "N1 P"]]:
-    """softmax-weighted sum of the first `count` bank rows and x, and the weights [N + 1, P], x's last.
+    """softmax-weighted sum of the first `count` bank rows and x, and the weights [N + 1, P], x's
+    last.
 
-    Scores see RMS-normalised values, the sum takes the values themselves; all in at least float32 with one
-    rounding at the end. The bank and x are scored apart: joining them would write the bank once more.
+    Scores see RMS-normalised values, the sum takes the values themselves; all in at least float32
+    with one rounding at the end. The bank and x are scored apart: joining them would write the bank
+    once more.
     """
     if isinstance(count, int):
         bank = bank[:count]
     banked = scores(bank, direction, eps)
     if not isinstance(count, int):
-        banked = jnp.where(jnp.arange(bank.shape[0], dtype=jnp.int32)[:, None] < count, banked, -jnp.inf)
+        banked = jnp.where(
+            jnp.arange(bank.shape[0], dtype=jnp.int32)[:, None] < count, banked, -jnp.inf
+        )
     weights = jax.nn.softmax(jnp.concatenate([banked, scores(x, direction, eps)[None]]), axis=0)
     mixed = jnp.einsum("np,npd->pd", weights[:-1], widen(bank), precision=HIGHEST)
     return (mixed + weights[-1, :, None] * widen(x)).astype(x.dtype), weights
 
 
 def push(
-    x: Float[Array, "P D"], bank: Float[Array, "N P D"], count: int | Int[Array, ""], pushing: bool | Array
+    x: Float[Array, "P D"],
+    bank: Float[Array, "N P D"],
+    count: int | Int[Array, ""],
+    pushing: bool | Array,
 ) -> tuple[Float[Array, "P D"], Float[Array, "N P D"], int | Int[Array, ""]]:
     """At a block start, move x to the bank and restart the sum at zero; elsewhere change nothing.
 
-    `pushing` may be traced: then one bank row is rewritten with what it holds, never the whole bank.
+    `pushing` may be traced: then one bank row is rewritten with what it holds, never the whole
+    bank.
     """
     if isinstance(pushing, bool):
         if not pushing:

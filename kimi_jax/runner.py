@@ -1,4 +1,6 @@
-"""A model on a mesh: weights in place, steps compiled. `load` makes one from a folder; `Model` is what users hold."""
+"""A model on a mesh: weights in place, steps compiled. `load` makes one from a folder; `Model` is
+what users hold.
+"""
 
 import dataclasses
 import functools
@@ -28,7 +30,7 @@ Ids = ArrayLike | Sequence  # whole numbers, as an array or nested lists
 
 DTYPES = ("float32", "bfloat16", "float64")
 BUCKETS = (1, 16, 64, 256, 1024, 4096)
-SCAN_FROM = 24  # layers from which scanning equal groups pays on CPU too: unrolled programs run faster, compile slower
+SCAN_FROM = 24  # layers from which a scan pays on CPU too: unrolled runs faster, compiles slower
 
 
 class RequestError(ValueError):
@@ -36,19 +38,25 @@ class RequestError(ValueError):
 
 
 def bucket(T: int, chunk: int) -> int:
-    """The padded width of a call with T new tokens: one of few, so that few programs are compiled."""
+    """The padded width of a call with T new tokens: one of few, so that few programs are
+    compiled.
+    """
     fitting = [size for size in BUCKETS if T <= size <= chunk]
-    return fitting[0] if fitting else chunk if T <= chunk else -(-T // chunk) * chunk
+    return fitting[0] if fitting else chunk if chunk >= T else -(-T // chunk) * chunk
 
 
 def capacity(length: int, limit: int) -> int:
-    """Slots for a state that must hold `length` tokens: a power of two from 128 on, at most the model's limit."""
+    """Slots for a state that must hold `length` tokens: a power of two from 128 on, at most the
+    model's limit.
+    """
     return min(max(128, 1 << (length - 1).bit_length()), limit)
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The steps of one decoder on one mesh, as pure functions of weights; hashable, so programs are shared."""
+    """The steps of one decoder on one mesh, as pure functions of weights; hashable, so programs are
+    shared.
+    """
 
     config: Config
     mesh: Mesh
@@ -60,30 +68,38 @@ class Program:
 
     @functools.cached_property
     def declared(self) -> Kimi:
+        """The module with its weights declared, none allocated."""
         return Kimi(self.config, self.dtype, scan=self.scan, packed=self.packed)
 
     @property
     def stacks(self) -> tuple:
+        """Spans of the layers, in order."""
         return spans(self.config, self.scan)
 
     @functools.cached_property
     def weight_specs(self) -> dict[tuple, PartitionSpec]:
+        """The mesh axes of every weight, by path."""
         return {w.path: self.place.spec(w.dims) for w in declare(self.declared)}
 
     def empty(self, B: int, S: int, ranks: int = 1) -> State:
+        """An empty state of B rows and S slots, heads cut over `ranks`."""
         return new_state(self.config, jnp.dtype(self.dtype), self.stacks, B, S, ranks)
 
     def state_specs(self) -> Any:
         """The mesh axes of every array of a state, by name."""
         shapes = jax.eval_shape(lambda: self.empty(1, 1))
-        return jax.tree_util.tree_map_with_path(lambda path, _: self.place.spec(STATE_DIMS[path[-1].name]), shapes)
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: self.place.spec(STATE_DIMS[path[-1].name]), shapes
+        )
 
     def _merge(self, weights: dict[tuple, Array]) -> Kimi:
         graph, params = nnx.split(self.declared)
         flat = {path: param.replace(weights[path]) for path, param in nnx.to_flat_state(params)}
         return nnx.merge(graph, nnx.from_flat_state(flat))
 
-    def _run(self, weights: dict, state: State, tokens: Array, lengths: Array) -> tuple[Kimi, Array, State, list]:
+    def _run(
+        self, weights: dict, state: State, tokens: Array, lengths: Array
+    ) -> tuple[Kimi, Array, State, list]:
         model = self._merge(weights)
         step = Step.of(state.length, lengths, tokens.shape[1], self.forms)
         tokens = jnp.where(step.valid, tokens, 0)
@@ -91,26 +107,38 @@ class Program:
 
     def _shard(self, step: Callable, inputs: tuple, outputs: Any) -> Callable:
         specs = (self.weight_specs, *inputs)
-        return jax.shard_map(step, mesh=self.mesh, in_specs=specs, out_specs=outputs, check_vma=False)
+        return jax.shard_map(
+            step, mesh=self.mesh, in_specs=specs, out_specs=outputs, check_vma=False
+        )
 
     @functools.cached_property
     def step(self) -> Callable:
-        """(weights, state, tokens [B, T], lengths [B]) -> logits [B, Z] after each row's last token, state."""
+        """(weights, state, tokens [B, T], lengths [B]) -> logits [B, Z] after each row's last
+        token, state.
+        """
 
         def one(weights: dict, state: State, tokens: Array, lengths: Array) -> tuple[Array, State]:
             model, _, state, _ = self._run(weights, state, tokens, lengths)
             return model.head_logits(state.hidden), state
 
         rows = PartitionSpec(DATA)
-        # A state's slot count is part of its tree, and so of its specs: they are made where it is known.
-        def whole(weights: dict, state: State, tokens: Array, lengths: Array) -> tuple[Array, State]:
+
+        # A state's slot count is part of its tree, and so of its specs: they are made where it is
+        # known.
+        def whole(
+            weights: dict, state: State, tokens: Array, lengths: Array
+        ) -> tuple[Array, State]:
             specs = dataclasses.replace(self.state_specs(), max_length=state.max_length)
-            return self._shard(one, (specs, rows, rows), (rows, specs))(weights, state, tokens, lengths)
+            return self._shard(one, (specs, rows, rows), (rows, specs))(
+                weights, state, tokens, lengths
+            )
 
         return jax.jit(whole, donate_argnums=1)
 
     def logits(self, weights: dict, tokens: Array, lengths: Array) -> Array:
-        """Logits [B, T, Z] of whole prompts, nothing kept; not jitted, so that it can be differentiated."""
+        """Logits [B, T, Z] of whole prompts, nothing kept; not jitted, so that it can be
+        differentiated.
+        """
 
         def one(weights: dict, tokens: Array, lengths: Array) -> Array:
             model, out, _, _ = self._run(weights, self._local(tokens), tokens, lengths)
@@ -120,7 +148,9 @@ class Program:
         return self._shard(one, (rows, rows), rows)(weights, tokens, lengths)
 
     def mixtures(self, weights: dict, tokens: Array, lengths: Array) -> list[Array]:
-        """The weights of every residual mixture, attention's and the MLP's layer by layer, then the output's."""
+        """The weights of every residual mixture, attention's and the MLP's layer by layer, then the
+        output's.
+        """
 
         def one(weights: dict, tokens: Array, lengths: Array) -> list[Array]:
             return self._run(weights, self._local(tokens), tokens, lengths)[3]
@@ -129,20 +159,24 @@ class Program:
         return self._shard(one, (rows, rows), PartitionSpec())(weights, tokens, lengths)
 
     def _local(self, tokens: Array) -> State:
-        return self.empty(*tokens.shape, ranks(MODEL))
+        return self.empty(tokens.shape[0], tokens.shape[1], ranks(MODEL))
 
     @functools.cached_property
     def jitted_logits(self) -> Callable:
+        """`logits`, compiled."""
         return jax.jit(self.logits)
 
     @functools.cached_property
     def jitted_mixtures(self) -> Callable:
+        """`mixtures`, compiled."""
         return jax.jit(self.mixtures)
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A decoder ready to run: `logits`, `new_state`, `prefill`, `decode`, and text through `generate` and `stream`."""
+    """A decoder ready to run: `logits`, `new_state`, `prefill`, `decode`, and text through
+    `generate` and `stream`.
+    """
 
     program: Program
     weights: dict[tuple, Array]
@@ -151,18 +185,22 @@ class Model:
 
     @property
     def config(self) -> Config:
+        """Sizes and switches of the model."""
         return self.program.config
 
     @property
     def mesh(self) -> Mesh:
+        """The devices it lives on."""
         return self.program.mesh
 
     @property
     def placement(self) -> Placement:
+        """How it is spread over them."""
         return self.program.place
 
     @property
     def dtype(self) -> str:
+        """The type of weights and activations."""
         return self.program.dtype
 
     def logits(self, tokens: Ids, lengths: Ids | None = None) -> Array:
@@ -175,7 +213,9 @@ class Model:
         return self.program.jitted_logits(self.weights, padded, lengths)[:, :T]
 
     def mixtures(self, tokens: Sequence[int]) -> np.ndarray:
-        """How each mixture weighs the bank and the running sum: [2 * layers + 1, bank rows + 1, T], x last, 0 if unused."""
+        """How each mixture weighs the bank and the running sum: [2 * layers + 1, bank rows + 1, T],
+        x last, 0 if unused.
+        """
         ids, lengths = self._checked([list(tokens)], None)
         rows = self.program.jitted_mixtures(self.weights, ids, lengths)
         whole = np.zeros((len(rows), self.config.bank_rows + 1, ids.shape[1]))
@@ -184,27 +224,34 @@ class Model:
         return whole
 
     def new_state(self, batch: int, max_length: int) -> State:
-        """An empty state for `batch` requests of at most `max_length` tokens each, prompt and reply together."""
+        """An empty state for `batch` requests of at most `max_length` tokens each, prompt and reply
+        together.
+        """
         if batch < 1 or max_length < 1:
             raise RequestError(f"batch {batch} and max_length {max_length} must be positive")
         if max_length > self.config.max_positions:
             raise RequestError(
-                f"max_length {max_length} is over the model's context of {self.config.max_positions} tokens"
+                f"max_length {max_length} is over the model's context of "
+                f"{self.config.max_positions} tokens"
             )
         return _state_maker(self.program, batch, max_length)()
 
     def prefill(self, state: State, tokens: Ids, lengths: Ids | None = None) -> tuple[Array, State]:
-        """Take in right-padded new tokens [B, T] after what the state has seen: logits [B, vocab], next state.
+        """Take in right-padded new tokens [B, T] after what the state has seen: logits [B, vocab],
+        next state.
 
-        Row b brings `lengths[b]` tokens, 0 to T (default T); its logits are those after its last token so far. A prompt
-        given in pieces equals the prompt given whole. The state passed in is consumed. Long pieces run in chunks.
+        Row b brings `lengths[b]` tokens, 0 to T (default T); its logits are those after its last
+        token so far. A prompt given in pieces equals the prompt given whole. The state passed in is
+        consumed. Long pieces run in chunks.
         """
         ids, lengths = self._checked(tokens, lengths)
         self._fits(state, lengths)
         return self._advance(state, ids, lengths)
 
     def decode(self, state: State, tokens: Ids) -> tuple[Array, State]:
-        """One more token per row, tokens [B]: logits [B, vocab] after it, next state. The state is consumed."""
+        """One more token per row, tokens [B]: logits [B, vocab] after it, next state. The state is
+        consumed.
+        """
         tokens = np.asarray(tokens)
         if tokens.ndim != 1:
             raise RequestError(f"decode takes one token per row, [B]; got shape {tokens.shape}")
@@ -224,14 +271,25 @@ class Model:
         return np.pad(ids, ((0, 0), (0, bucket(ids.shape[1], self.chunk) - ids.shape[1])))
 
     def _checked(self, tokens: Ids, lengths: Ids | None) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens [B, T] and lengths [B] as int32, or one error that says what is wrong with them."""
+        """Tokens [B, T] and lengths [B] as int32, or one error that says what is wrong with
+        them.
+        """
         ids = np.asarray(tokens)
         if ids.ndim != 2 or 0 in ids.shape or ids.dtype.kind not in "iu":
-            raise RequestError(f"tokens must be whole numbers [B, T], none empty; got {ids.dtype} {ids.shape}")
+            raise RequestError(
+                f"tokens must be whole numbers [B, T], none empty; got {ids.dtype} {ids.shape}"
+            )
         B, T = ids.shape
         lengths = np.full(B, T) if lengths is None else np.asarray(lengths)
-        if lengths.shape != (B,) or lengths.dtype.kind not in "iu" or lengths.min() < 0 or lengths.max() > T:
-            raise RequestError(f"lengths must be {B} whole numbers from 0 to {T}; got {lengths.tolist()}")
+        if (
+            lengths.shape != (B,)
+            or lengths.dtype.kind not in "iu"
+            or lengths.min() < 0
+            or lengths.max() > T
+        ):
+            raise RequestError(
+                f"lengths must be {B} whole numbers from 0 to {T}; got {lengths.tolist()}"
+            )
         bad = ((ids < 0) | (ids >= self.config.vocab)) & (np.arange(T) < lengths[:, None])
         if bad.any():
             row, at = np.argwhere(bad)[0]
@@ -239,7 +297,9 @@ class Model:
                 f"token id {ids[row, at]} at row {row}, position {at} is outside the vocabulary of "
                 f"{self.config.vocab}"
             )
-        return np.where(np.arange(T) < lengths[:, None], ids, 0).astype(np.int32), lengths.astype(np.int32)
+        return np.where(np.arange(T) < lengths[:, None], ids, 0).astype(np.int32), lengths.astype(
+            np.int32
+        )
 
     def _fits(self, state: State, lengths: np.ndarray) -> None:
         seen = np.asarray(state.length)
@@ -292,8 +352,11 @@ def make_program(
     name = default_dtype() if dtype is None else jnp.dtype(dtype).name
     if name not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {name}")
-    if name == "float64" and not jax.config.jax_enable_x64:
-        raise ValueError("dtype float64 needs 64-bit types: jax.config.update('jax_enable_x64', True) before loading")
+    if name == "float64" and not jax.config.read("jax_enable_x64"):
+        raise ValueError(
+            "dtype float64 needs 64-bit types: "
+            "jax.config.update('jax_enable_x64', True) before loading"
+        )
     mesh, placement = mesh or make_mesh(), placement or Placement()
     placement.check(config, mesh)
     if scan is None:
@@ -312,19 +375,25 @@ def load(
     forms: Forms | None = None,
     progress: bool | None = None,
 ) -> Model:
-    """A `Model` from a Hugging Face folder (config.json, safetensors shards and their index, tokenizer files if any).
+    """A `Model` from a Hugging Face folder (config.json, safetensors shards and their index,
+    tokenizer files if any).
 
-    `dtype`: "float32" (default on CPU), "bfloat16" (default elsewhere) or "float64". `chunk`: most tokens of a row in one
-    prefill program. `scan`: compile equal groups of layers once (default: on accelerators and for deep models); `forms`:
-    definitions in place of fast forms. `progress`: show a bar (default: for loads over a second, on a terminal).
-    All that is wrong with the folder is raised in one error before anything is allocated.
+    `dtype`: "float32" (default on CPU), "bfloat16" (default elsewhere) or "float64". `chunk`: most
+    tokens of a row in one prefill program. `scan`: compile equal groups of layers once (default: on
+    accelerators and for deep models); `forms`: definitions in place of fast forms. `progress`: show
+    a bar (default: for loads over a second, on a terminal). All that is wrong with the folder is
+    raised in one error before anything is allocated.
     """
     config = Config.from_hf(path)
     with Checkpoint(path, config) as checkpoint:
-        program = make_program(config, mesh, placement, dtype, packed=checkpoint.packed, scan=scan, forms=forms)
+        program = make_program(
+            config, mesh, placement, dtype, packed=checkpoint.packed, scan=scan, forms=forms
+        )
         tokenizer = Tokenizer.from_folder(path, config.vocab) if Tokenizer.is_in(path) else None
         total = sum(w.dtype.itemsize * int(np.prod(w.shape)) for w in declare(program.declared))
         with Progress("loading", total, "bytes", show=progress) as bar:
-            weights = build(program.declared, program.place, program.mesh, checkpoint.read, bar.advance)
+            weights = build(
+                program.declared, program.place, program.mesh, checkpoint.read, bar.advance
+            )
     default_chunk = 256 if jax.default_backend() == "cpu" else 4096
     return Model(program, weights, tokenizer, chunk or default_chunk)

@@ -1,7 +1,8 @@
-"""What is kept between steps, and what a step is told: recurrent memories, windows, latent and index-key caches.
+"""What is kept between steps, and what a step is told: recurrent memories, windows, latent and
+index-key caches.
 
-Every array leads with the group G of its stack of layers (1 where layers are not scanned) and is updated in place:
-the whole stack travels through a step, a layer reads and writes at its own group.
+Every array leads with the group G of its stack of layers (1 where layers are not scanned) and is
+updated in place: the whole stack travels through a step, a layer reads and writes at its own group.
 """
 
 import dataclasses
@@ -11,22 +12,25 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-
 Leaf = Any  # an array, or what stands for one in a tree of the same form: its shape, its mesh axes
 
 
 @dataclasses.dataclass(frozen=True)
 class Forms:
-    """Which form of each hard operation runs: the plain definition or the fast one. They agree; tests hold them to it.
+    """Which form of each hard operation runs: the plain definition or the fast one. They agree;
+    tests hold them to it.
 
-    The fast forms of attention and experts loop as often as the data says and have no gradient: training takes `TRAINING`.
+    The fast forms of attention and experts loop as often as the data says and have no gradient:
+    training takes `TRAINING`.
     """
 
     kda: str = "chunked"  # or "recurrent"
     mla: str = "absorbed"  # or "expanded", which selects by a full sort
     moe: str = "grouped"  # or "dense"
     chunk: int = 64  # tokens of a KDA chunk
-    select: str = "plain"  # or "teach": attention's gradient reaches the indexer, whose choice has none
+    select: str = (
+        "plain"  # or "teach": attention's gradient reaches the indexer, whose choice has none
+    )
 
 
 DEFINITIONS = Forms(kda="recurrent", mla="expanded", moe="dense")
@@ -36,7 +40,9 @@ TRAINING = Forms(mla="expanded", moe="dense", chunk=16, select="teach")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What every layer of one call is told. Row b brings `lengths[b]` new tokens after the `start[b]` it has seen."""
+    """What every layer of one call is told. Row b brings `lengths[b]` new tokens after the
+    `start[b]` it has seen.
+    """
 
     start: Int[Array, " B"]
     lengths: Int[Array, " B"]
@@ -47,12 +53,17 @@ class Step:
 
     @classmethod
     def of(cls, start: Array, lengths: Array, T: int, forms: Forms) -> "Step":
+        """A call of at most T new tokens a row."""
         new = jnp.arange(T, dtype=jnp.int32)
         return cls(start, lengths, start[:, None] + new, new < lengths[:, None], 0, forms)
 
 
 def _at(array: Array, group: int | Array) -> Array:
-    return array[0] if array.shape[0] == 1 else jax.lax.dynamic_index_in_dim(array, group, 0, keepdims=False)
+    return (
+        array[0]
+        if array.shape[0] == 1
+        else jax.lax.dynamic_index_in_dim(array, group, 0, keepdims=False)
+    )
 
 
 def _put(array: Array, group: int | Array, value: Array) -> Array:
@@ -64,7 +75,9 @@ def _put(array: Array, group: int | Array, value: Array) -> Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KDAState:
-    """The delta-rule memory and the last W - 1 convolution inputs of q, k and v, which are cut by head one by one."""
+    """The delta-rule memory and the last W - 1 convolution inputs of q, k and v, which are cut by
+    head one by one.
+    """
 
     memory: Leaf  # [G, B, H, K, V], at least float32
     window_q: Leaf  # [G, B, W - 1, H K]
@@ -76,6 +89,7 @@ class KDAState:
         return jax.tree.map(lambda x: _at(x, group), self)
 
     def put(self, group: int | Array, layer: "KDAState") -> "KDAState":
+        """The stack with one layer replaced, in place where the buffer is donated."""
         return jax.tree.map(lambda x, new: _put(x, group, new), self, layer)
 
     def restarted(self, start: Int[Array, " B"]) -> "KDAState":
@@ -87,9 +101,11 @@ class KDAState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MLAState:
-    """One latent row per token seen, and K3.1's index key; slots beyond a row's length hold anything.
+    """One latent row per token seen, and K3.1's index key; slots beyond a row's length hold
+    anything.
 
-    bfloat16 caches are kept as their bits (uint16) on CPU, where a bfloat16 update would convert the whole cache.
+    bfloat16 caches are kept as their bits (uint16) on CPU, where a bfloat16 update would convert
+    the whole cache.
     """
 
     latents: Leaf  # [G, B, S, R]
@@ -99,7 +115,9 @@ class MLAState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class State:
-    """All that the model keeps of a batch of requests between calls. `prefill` and `decode` consume it and return the next."""
+    """All that the model keeps of a batch of requests between calls. `prefill` and `decode` consume
+    it and return the next.
+    """
 
     layers: list[list[KDAState | MLAState]]
     length: Leaf  # [B], tokens seen by each row
@@ -114,13 +132,15 @@ def cache_dtype(dtype: jnp.dtype) -> jnp.dtype:
 
 
 def from_cache(stored: Array, dtype: jnp.dtype) -> Array:
+    """Stored bits or numbers as numbers of `dtype`."""
     return stored if stored.dtype == dtype else jax.lax.bitcast_convert_type(stored, dtype)
 
 
 def write_rows(cache: Array, group: int | Array, rows: Float[Array, "B T R"], step: Step) -> Array:
     """Write each valid new row at its position: the cost is the rows, not the cache.
 
-    Padding aims at slot S, which does not exist and is dropped; an index of -1 would wrap to the last slot.
+    Padding aims at slot S, which does not exist and is dropped; an index of -1 would wrap to the
+    last slot.
     """
     if cache.dtype != rows.dtype:
         rows = jax.lax.bitcast_convert_type(rows, cache.dtype)
@@ -130,9 +150,16 @@ def write_rows(cache: Array, group: int | Array, rows: Float[Array, "B T R"], st
 
 
 def read_block(
-    cache: Array, group: int | Array, first: Int[Array, ""], size: int, total: Int[Array, " B"], dtype: jnp.dtype
+    cache: Array,
+    group: int | Array,
+    first: Int[Array, ""],
+    size: int,
+    total: Int[Array, " B"],
+    dtype: jnp.dtype,
 ) -> Float[Array, "B block R"]:
-    """Slots first .. first + size of one layer, zero where nothing was written (a slot may hold NaN from elsewhere)."""
+    """Slots first .. first + size of one layer, zero where nothing was written (a slot may hold NaN
+    from elsewhere).
+    """
     _, B, _, R = cache.shape
     start = (jnp.int32(group), jnp.int32(0), first, jnp.int32(0))
     block = from_cache(jax.lax.dynamic_slice(cache, start, (1, B, size, R))[0], dtype)

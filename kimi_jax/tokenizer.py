@@ -75,7 +75,9 @@ class Tokenizer:
 
     @staticmethod
     def is_in(path: str | os.PathLike[str]) -> bool:
-        """Whether a folder holds tokenizer files at all, one of the two being enough to expect both."""
+        """Whether a folder holds tokenizer files at all, one of the two being enough to expect
+        both.
+        """
         return any((Path(path) / name).exists() for name in (RANKS_FILE, CONFIG_FILE))
 
     @classmethod
@@ -92,7 +94,9 @@ class Tokenizer:
             used = {*ranks.values(), *special.values()}
             outside = sorted(token for token in used if token >= vocab)
             if outside:
-                problems.append(f"ids {_some(outside)} are outside the model's vocabulary of {vocab}")
+                problems.append(
+                    f"ids {_some(outside)} are outside the model's vocabulary of {vocab}"
+                )
             special |= {f"<|reserved_token_{i}|>": i for i in range(vocab) if i not in used}
         if ranks:
             problems += _rank_problems(ranks)

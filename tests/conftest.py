@@ -1,4 +1,6 @@
-"""What all tests share: a quiet CPU, a compilation cache, shape checks on every signature, the golden checkpoints."""
+"""What all tests share: a quiet CPU, a compilation cache, shape checks on every signature, the
+golden checkpoints.
+"""
 
 import lzma
 import os
@@ -15,9 +17,14 @@ from safetensors.numpy import load_file
 ROOT = Path(__file__).parents[1]
 GOLDEN = ROOT / "tests" / "golden"
 
-jax.config.update("jax_enable_x64", True)  # float64 is the yardstick; every index is pinned to int32 all the same
+jax.config.update(
+    "jax_enable_x64", True
+)  # float64 is the yardstick; every index is pinned to int32 all the same
 jax.config.update("jax_numpy_rank_promotion", "allow")
-jax.config.update("jax_compilation_cache_dir", os.environ.get("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".jax_cache")))
+jax.config.update(
+    "jax_compilation_cache_dir",
+    os.environ.get("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".jax_cache")),
+)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 install_import_hook("kimi_jax", "beartype.beartype")
@@ -31,7 +38,10 @@ def golden(tmp_path_factory):
     def get(name: str):
         if name not in unpacked:
             folder = tmp_path_factory.mktemp(name)
-            with lzma.open(GOLDEN / name / "checkpoint.tar.xz") as file, tarfile.open(fileobj=file) as tar:
+            with (
+                lzma.open(GOLDEN / name / "checkpoint.tar.xz") as file,
+                tarfile.open(fileobj=file) as tar,
+            ):
                 tar.extractall(folder, filter="data")
             unpacked[name] = folder, load_file(GOLDEN / name / "expected.safetensors")
         return unpacked[name]

@@ -1,4 +1,6 @@
-"""Small random models with awkward sizes, written as released folders and loaded through the front door."""
+"""Small random models with awkward sizes, written as released folders and loaded through the front
+door.
+"""
 
 import dataclasses
 
@@ -7,28 +9,33 @@ import numpy as np
 import kimi_jax as kj
 from kimi_jax.checkpoint import random_tensors, save_hf
 
-# K3.1 with nothing round: 6 heads, K != V, 10 experts in 2 groups, two dense layers, a gate bound other than -5.
+# K3.1 with nothing round: 6 heads, K != V, 10 experts in 2 groups, two dense layers, a gate bound
+# other than -5.
 AWKWARD = kj.Config(
-    hidden=72, layers=5, vocab=83, mla_layers=(2, 4), residual_block=3, norm_eps=1e-5, max_positions=4096,
-    tie_embeddings=False, kda_heads=6, kda_key_dim=12, kda_value_dim=20, conv_width=4, decay_lower_bound=-3.5,
-    full_rank_gate=True, heads=6, q_rank=40, kv_rank=28, nope_dim=12, rope_dim=6, value_dim=20, mla_output_gate=True,
-    mla_norm_eps=1e-6, dense_ffn=104, dense_layers=2, moe_layer_freq=1, experts=10, active_experts=3, shared_experts=1,
-    expert_ffn=32, latent=96, latent_norm=True, router="sigmoid", renormalize=True, routed_scale=2.446, expert_groups=2,
-    groups_kept=1, situ_beta=3.0, situ_linear_beta=7.0, index_heads=2, index_dim=8, index_topk=9, quantized=True,
-    bos=1, eos=(2,), pad=0,
+    hidden=72, layers=5, vocab=83, mla_layers=(2, 4), residual_block=3, norm_eps=1e-5,
+    max_positions=4096, tie_embeddings=False, kda_heads=6, kda_key_dim=12, kda_value_dim=20,
+    conv_width=4, decay_lower_bound=-3.5, full_rank_gate=True, heads=6, q_rank=40, kv_rank=28,
+    nope_dim=12, rope_dim=6, value_dim=20, mla_output_gate=True, mla_norm_eps=1e-6, dense_ffn=104,
+    dense_layers=2, moe_layer_freq=1, experts=10, active_experts=3, shared_experts=1, expert_ffn=32,
+    latent=96, latent_norm=True, router="sigmoid", renormalize=True, routed_scale=2.446,
+    expert_groups=2, groups_kept=1, situ_beta=3.0, situ_linear_beta=7.0, index_heads=2, index_dim=8,
+    index_topk=9, quantized=True, bos=1, eos=(2,), pad=0,
 )  # fmt: skip
 
-# The other answers: softplus and low-rank gates, softmax router, no selection, tied head, no MLA gate, no latent norm.
+# The other answers: softplus and low-rank gates, softmax router, no selection, tied head, no MLA
+# gate, no latent norm.
 FAMILY = dataclasses.replace(
-    AWKWARD, layers=4, mla_layers=(2,), decay_lower_bound=None, full_rank_gate=False, router="softmax",
-    renormalize=False, expert_groups=1, groups_kept=1, index_heads=0, index_dim=0, index_topk=0, tie_embeddings=True,
-    mla_output_gate=False, latent_norm=False, mla_norm_eps=1e-5, dense_layers=1, shared_experts=2, quantized=False,
+    AWKWARD, layers=4, mla_layers=(2,), decay_lower_bound=None, full_rank_gate=False,
+    router="softmax", renormalize=False, expert_groups=1, groups_kept=1, index_heads=0, index_dim=0,
+    index_topk=0, tie_embeddings=True, mla_output_gate=False, latent_norm=False, mla_norm_eps=1e-5,
+    dense_layers=1, shared_experts=2, quantized=False,
 )  # fmt: skip
 
-# Period 4 against a residual block of 3, a dense first layer and two full-attention layers at the end.
+# Period 4 against a residual block of 3, a dense first layer and two full-attention layers at the
+# end.
 DEEP = dataclasses.replace(
-    AWKWARD, layers=17, mla_layers=(3, 7, 11, 15, 16), dense_layers=1, hidden=48, vocab=61, kda_heads=2,
-    heads=2, latent=32, dense_ffn=40, index_topk=5,
+    AWKWARD, layers=17, mla_layers=(3, 7, 11, 15, 16), dense_layers=1, hidden=48, vocab=61,
+    kda_heads=2, heads=2, latent=32, dense_ffn=40, index_topk=5,
 )  # fmt: skip
 
 
@@ -42,4 +49,6 @@ def write(config: kj.Config, folder, seed: int = 0) -> str:
 def prompts(config: kj.Config, lengths, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Random right-padded ids [B, T] and their lengths."""
     rng = np.random.default_rng(seed)
-    return rng.integers(0, config.vocab, (len(lengths), max(lengths))).astype(np.int32), np.array(lengths, np.int32)
+    return rng.integers(0, config.vocab, (len(lengths), max(lengths))).astype(np.int32), np.array(
+        lengths, np.int32
+    )

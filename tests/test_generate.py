@@ -47,7 +47,11 @@ def test_greedy_generation_is_the_argmax_of_fresh_forwards(model):
             logits = np.asarray(model.logits([ids + [0] * (32 - len(ids))], [len(ids)]))
             assert token == logits[0, len(ids) - 1].argmax()
             ids.append(token)
-        assert (out.finish_reason, out.usage.prompt_tokens, out.usage.generated_tokens) == ("length", len(prompt), 6)
+        assert (out.finish_reason, out.usage.prompt_tokens, out.usage.generated_tokens) == (
+            "length",
+            len(prompt),
+            6,
+        )
 
 
 def test_a_result_depends_on_its_own_prompt_and_seed_alone(model):
@@ -71,7 +75,9 @@ def test_the_key_is_another_one_at_every_step():
 def test_more_prompts_than_a_batch_holds_keep_their_order(model):
     prompts = [[n % 83, (3 * n) % 83] for n in range(11)]
     out = model.generate(prompts, max_new_tokens=2, stop_tokens=[])
-    assert [c.tokens for c in out] == [model.generate(p, max_new_tokens=2, stop_tokens=[])[0].tokens for p in prompts]
+    assert [c.tokens for c in out] == [
+        model.generate(p, max_new_tokens=2, stop_tokens=[])[0].tokens for p in prompts
+    ]
 
 
 def test_stop_ids_end_a_row_and_are_not_in_it(model):
@@ -141,7 +147,12 @@ def test_draws_follow_the_distribution():
     np.testing.assert_allclose(np.bincount(ids, minlength=5) / 20000, want, atol=0.02)
 
 
-@given(st.lists(st.floats(-20, 20), min_size=2, max_size=12), st.integers(0, 15), st.floats(0, 1), st.floats(0, 1))
+@given(
+    st.lists(st.floats(-20, 20), min_size=2, max_size=12),
+    st.integers(0, 15),
+    st.floats(0, 1),
+    st.floats(0, 1),
+)
 @settings(max_examples=30, deadline=None)
 def test_at_least_one_token_may_always_be_drawn(logits, top_k, top_p, min_p):
     args = (jnp.float32(0.7), jnp.float32(top_k), jnp.float32(top_p), jnp.float32(min_p))
@@ -216,7 +227,9 @@ def pushed(words, text, stops):
     return [*out, builder.finish()], builder.stopped
 
 
-@given(st.text("abc é漢", max_size=30), st.lists(st.text("abc 漢", min_size=1, max_size=3), max_size=3))
+@given(
+    st.text("abc é漢", max_size=30), st.lists(st.text("abc 漢", min_size=1, max_size=3), max_size=3)
+)
 @settings(max_examples=60, deadline=None)
 def test_streamed_text_is_cut_at_the_first_stop_string(words, text, stops):
     """Also across token borders; nothing of a stop string is ever emitted, nothing else is lost."""
@@ -224,7 +237,11 @@ def test_streamed_text_is_cut_at_the_first_stop_string(words, text, stops):
     ends = [at for stop in stops if (at := text.find(stop)) >= 0]
     assert stopped == bool(ends)
     joined = "".join(pieces)
-    assert joined == text if not ends else text.startswith(joined) and not any(stop in joined for stop in stops)
+    assert (
+        joined == text
+        if not ends
+        else text.startswith(joined) and not any(stop in joined for stop in stops)
+    )
 
 
 def test_stop_strings_reach_across_tokens(words):

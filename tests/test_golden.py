@@ -1,4 +1,6 @@
-"""The whole decoder against logits, continuations and states that another implementation computed."""
+"""The whole decoder against logits, continuations and states that another implementation
+computed.
+"""
 
 import jax
 import numpy as np
@@ -21,11 +23,19 @@ RUNS = [
 def run(request, golden):
     name, dtype, scan, forms = request.param
     folder, expected = golden(name)
-    return kj.load(folder, dtype=dtype, scan=scan, forms=forms), expected, LOGITS[dtype], STATE[dtype]
+    return (
+        kj.load(folder, dtype=dtype, scan=scan, forms=forms),
+        expected,
+        LOGITS[dtype],
+        STATE[dtype],
+    )
 
 
 def prompts(expected):
-    names = sorted({key.split(".")[0] for key in expected if key.endswith(".cont_ids")}, key=lambda p: int(p[1:]))
+    names = sorted(
+        {key.split(".")[0] for key in expected if key.endswith(".cont_ids")},
+        key=lambda p: int(p[1:]),
+    )
     return {name: expected[f"{name}.ids"].tolist() for name in names}
 
 
@@ -46,7 +56,7 @@ def test_logits_of_every_prompt_equal_the_golden_ones(run):
 
 
 def test_every_greedy_continuation_equals_the_golden_one(run):
-    model, expected, tolerance, _ = run
+    model, expected, *_ = run
     out = model.generate(list(prompts(expected).values()), max_new_tokens=16, stop_tokens=[])
     for name, completion in zip(prompts(expected), out, strict=True):
         assert completion.tokens == expected[f"{name}.cont_ids"].tolist(), name
@@ -63,7 +73,9 @@ def test_logits_along_a_continuation_equal_the_golden_ones(run):
     for i in range(16):
         for row, name in zip(np.asarray(logits), names, strict=False):
             want = expected[f"{name}.cont_logits_f64"][i]
-            np.testing.assert_allclose(row, want, atol=tolerance, rtol=0, err_msg=f"{name} step {i}")
+            np.testing.assert_allclose(
+                row, want, atol=tolerance, rtol=0, err_msg=f"{name} step {i}"
+            )
         taken = [expected[f"{name}.cont_ids"][i] for name in names] + [0] * (8 - len(names))
         logits, state = model.decode(state, np.array(taken))
 
@@ -87,18 +99,27 @@ def test_memories_and_windows_after_64_tokens_equal_the_golden_ones(run):
     for span, states in zip(model.program.stacks, state.layers, strict=True):
         for j, layer in enumerate(states):
             for g in range(span.groups if isinstance(layer, KDAState) else 0):
-                one, name = jax.tree.map(np.asarray, layer.at(g)), f"state.layers.{span.layer(j, g):02d}"
-                np.testing.assert_allclose(one.memory[3], expected[f"{name}.kda_state"][0], atol=tolerance, rtol=0)
+                one, name = (
+                    jax.tree.map(np.asarray, layer.at(g)),
+                    f"state.layers.{span.layer(j, g):02d}",
+                )
+                np.testing.assert_allclose(
+                    one.memory[3], expected[f"{name}.kda_state"][0], atol=tolerance, rtol=0
+                )
                 for part in "qkv":
                     want = expected[f"{name}.{part}_conv_tail"]
                     got = getattr(one, f"window_{part}")[3]
-                    np.testing.assert_allclose(got, want, atol=tolerance, rtol=0, err_msg=f"{name} {part}")
+                    np.testing.assert_allclose(
+                        got, want, atol=tolerance, rtol=0, err_msg=f"{name} {part}"
+                    )
                 compared += 1
     assert compared == 6
 
 
 def test_bfloat16_stays_near(golden):
-    """A loose check: random weights flip routes under bfloat16 noise. One token is free of flips."""
+    """A loose check: random weights flip routes under bfloat16 noise. One token is free of
+    flips.
+    """
     folder, expected = golden("k31-tiny")
     model = kj.load(folder, dtype="bfloat16")
     got = np.asarray(model.logits(expected["p1.ids"][None]))[0, 0]

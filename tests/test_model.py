@@ -1,4 +1,6 @@
-"""The decoder as a whole: fast forms, scan, state, pieces, placement of weights, and what compiles how often."""
+"""The decoder as a whole: fast forms, scan, state, pieces, placement of weights, and what compiles
+how often.
+"""
 
 import dataclasses
 import math
@@ -40,7 +42,9 @@ def whole(awkward):
 
 
 def in_pieces(model, pieces, ids, lengths, state):
-    """Feed the prompts `pieces` tokens at a time (the last size repeats); rows that have ended bring none."""
+    """Feed the prompts `pieces` tokens at a time (the last size repeats); rows that have ended
+    bring none.
+    """
     first, logits = 0, None
     sizes = list(pieces)
     while first < lengths.max():
@@ -54,7 +58,9 @@ def in_pieces(model, pieces, ids, lengths, state):
 
 
 def used(state):
-    """What a state means: memories, windows, lengths, and only those cache slots that were written."""
+    """What a state means: memories, windows, lengths, and only those cache slots that were
+    written.
+    """
     seen = np.arange(state.max_length) < np.asarray(state.length)[:, None]
 
     def meaning(x):
@@ -67,7 +73,9 @@ def used(state):
 
 @pytest.mark.parametrize("name", ["awkward", "family"])
 def test_fast_forms_equal_the_definitions(folders, name):
-    """Chunked, absorbed, gathered and grouped against recurrent, expanded, sorted and dense, with selection that bites."""
+    """Chunked, absorbed, gathered and grouped against recurrent, expanded, sorted and dense, with
+    selection that bites.
+    """
     fast = kj.load(folders(name), dtype="float64", chunk=64)
     plain = kj.load(folders(name), dtype="float64", chunk=64, forms=DEFINITIONS)
     ids, lengths = prompts(fast.config, LENGTHS)
@@ -76,13 +84,18 @@ def test_fast_forms_equal_the_definitions(folders, name):
     np.testing.assert_allclose(got, want, atol=EXACT, rtol=0)
     for step in range(2):
         tokens = np.array([5, 6, 7]) + step
-        (got, fast_state), (want, plain_state) = fast.decode(fast_state, tokens), plain.decode(plain_state, tokens)
+        (got, fast_state), (want, plain_state) = (
+            fast.decode(fast_state, tokens),
+            plain.decode(plain_state, tokens),
+        )
         np.testing.assert_allclose(got, want, atol=EXACT, rtol=0)
     chex.assert_trees_all_close(used(fast_state), used(plain_state), atol=EXACT, rtol=0)
 
 
 def test_scanned_layers_equal_unrolled_ones(folders):
-    """17 layers, period 4, residual block 3, two expert groups, K != V, head width 12: in two pieces each."""
+    """17 layers, period 4, residual block 3, two expert groups, K != V, head width 12: in two
+    pieces each.
+    """
     ids, lengths = prompts(DEEP, (16, 9))
     results = []
     for scan in (True, False):
@@ -95,17 +108,30 @@ def test_scanned_layers_equal_unrolled_ones(folders):
 
 
 def test_layers_fall_into_a_head_equal_groups_and_a_tail():
-    assert [(s.first, s.period, s.groups) for s in spans(kj.Config.k3(), scan=True)] == [(0, 1, 1), (1, 4, 22), (89, 4, 1)]
-    assert [(s.first, s.period, s.groups) for s in spans(kj.Config.k3(), scan=False)] == [(0, 93, 1)]
+    assert [(s.first, s.period, s.groups) for s in spans(kj.Config.k3(), scan=True)] == [
+        (0, 1, 1),
+        (1, 4, 22),
+        (89, 4, 1),
+    ]
+    assert [(s.first, s.period, s.groups) for s in spans(kj.Config.k3(), scan=False)] == [
+        (0, 93, 1)
+    ]
     for mla in [(0, 1, 2), (16,), (1, 4, 5, 9, 16), tuple(range(17))]:
         config = dataclasses.replace(DEEP, mla_layers=mla)
-        covered = [s.layer(j, g) for s in spans(config, scan=True) for g in range(s.groups) for j in range(s.period)]
+        covered = [
+            s.layer(j, g)
+            for s in spans(config, scan=True)
+            for g in range(s.groups)
+            for j in range(s.period)
+        ]
         assert covered == list(range(17))
 
 
 @pytest.mark.parametrize("pieces", [(1,), (2, 3, 7, 64), (7,), (64,)], ids=str)
 def test_a_prompt_in_pieces_equals_the_prompt_whole(awkward, whole, pieces):
-    """Rows of length 0, 1 and more continue a state that is not empty; a row that brings nothing keeps its logits."""
+    """Rows of length 0, 1 and more continue a state that is not empty; a row that brings nothing
+    keeps its logits.
+    """
     ids, lengths = prompts(AWKWARD, LENGTHS)
     logits, state = in_pieces(awkward, pieces, ids, lengths, awkward.new_state(3, 128))
     np.testing.assert_allclose(logits, whole[0], atol=EXACT, rtol=0)
@@ -113,7 +139,9 @@ def test_a_prompt_in_pieces_equals_the_prompt_whole(awkward, whole, pieces):
 
 
 def test_prefill_then_decode_equals_fresh_forwards(awkward):
-    """Each decode step's logits are those of a fresh forward without state; the choice is its argmax."""
+    """Each decode step's logits are those of a fresh forward without state; the choice is its
+    argmax.
+    """
     ids, lengths = prompts(AWKWARD, (37, 1, 1))
     logits, state = awkward.prefill(awkward.new_state(3, 128), ids, lengths)
     for _ in range(3):
@@ -142,7 +170,9 @@ def test_a_slot_full_of_garbage_equals_an_empty_one(awkward):
     want, _ = awkward.prefill(awkward.new_state(3, 128), ids, lengths)
     state = awkward.new_state(3, 128)
     nan = lambda x: jnp.full_like(x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.floating) else x  # noqa: E731
-    got, _ = awkward.prefill(dataclasses.replace(state, layers=jax.tree.map(nan, state.layers)), ids, lengths)
+    got, _ = awkward.prefill(
+        dataclasses.replace(state, layers=jax.tree.map(nan, state.layers)), ids, lengths
+    )
     np.testing.assert_array_equal(got, want)
 
 
@@ -157,23 +187,27 @@ def test_a_snapshot_of_a_state_continues_as_the_state_does(awkward, whole):
 
 
 def test_requests_in_turn_through_donated_buffers_equal_fresh_ones(awkward):
-    """The same slots serve one request after the other; a row starts anew when its length is set to zero."""
+    """The same slots serve one request after the other; a row starts anew when its length is set to
+    zero.
+    """
     ids, lengths = prompts(AWKWARD, (20, 3, 11), seed=1)
     want, _ = awkward.prefill(awkward.new_state(3, 128), ids, lengths)
     _, state = awkward.prefill(awkward.new_state(3, 128), *prompts(AWKWARD, LENGTHS))
-    got, _ = awkward.prefill(dataclasses.replace(state, length=jnp.zeros(3, jnp.int32)), ids, lengths)
+    got, _ = awkward.prefill(
+        dataclasses.replace(state, length=jnp.zeros(3, jnp.int32)), ids, lengths
+    )
     np.testing.assert_allclose(got, want, atol=EXACT, rtol=0)
 
 
 def test_lengths_within_a_bucket_and_decode_steps_compile_once(awkward):
     ids, lengths = prompts(AWKWARD, LENGTHS)
-    logits, state = awkward.prefill(awkward.new_state(3, 128), ids[:, :20], np.minimum(lengths, 20))
-    logits, state = awkward.decode(state, np.array([1, 1, 1]))
+    _, state = awkward.prefill(awkward.new_state(3, 128), ids[:, :20], np.minimum(lengths, 20))
+    _, state = awkward.decode(state, np.array([1, 1, 1]))
     compiled = awkward.program.step._cache_size()
     for T in range(17, 37):
         awkward.prefill(awkward.new_state(3, 128), ids[:, :T], np.minimum(lengths, T))
     for token in range(20):
-        logits, state = awkward.decode(state, np.full(3, token))
+        _, state = awkward.decode(state, np.full(3, token))
     assert awkward.program.step._cache_size() == compiled
 
 
@@ -182,13 +216,18 @@ def test_the_kda_chunk_does_not_change_logits(folders, awkward, chunk):
     ids, lengths = prompts(AWKWARD, (16, 9, 1))
     model = kj.load(folders("awkward"), dtype="float64", forms=Forms(chunk=chunk))
     np.testing.assert_allclose(
-        np.asarray(model.logits(ids, lengths))[0], np.asarray(awkward.logits(ids, lengths))[0], atol=EXACT, rtol=0
+        np.asarray(model.logits(ids, lengths))[0],
+        np.asarray(awkward.logits(ids, lengths))[0],
+        atol=EXACT,
+        rtol=0,
     )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_step_writes_its_tokens_and_not_the_cache(dtype):
-    """The compiled decode step aliases its whole state, and its temporaries stay far below the caches it updates."""
+    """The compiled decode step aliases its whole state, and its temporaries stay far below the
+    caches it updates.
+    """
     program = make_program(AWKWARD, dtype=dtype)
     weights = {w.path: jax.ShapeDtypeStruct(w.shape, w.dtype) for w in declare(program.declared)}
     state = jax.eval_shape(lambda: program.empty(1, 65536))
@@ -197,7 +236,8 @@ def test_a_step_writes_its_tokens_and_not_the_cache(dtype):
     size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))  # noqa: E731
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes == size(state)
-    # Scores and their sort take a few float32 per slot, the caches 34 + 8 numbers per slot and layer.
+    # Scores and their sort take a few float32 per slot, the caches 34 + 8 numbers per slot and
+    # layer.
     assert memory.temp_size_in_bytes < size(state) / 3
     for name in ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter"):
         assert f" {name}(" not in compiled.as_text()
@@ -211,7 +251,9 @@ def test_declared_specs_types_and_shapes_are_those_of_the_loaded_arrays(folders)
         assert array.sharding.spec == model.placement.spec(w.dims), w.names[0]
         assert array.shape == w.shape
         packed = "experts" in w.path
-        assert array.dtype == ("uint8" if packed else "float32" if w.path[-1] in fp32 else "bfloat16"), w.names[0]
+        assert array.dtype == (
+            "uint8" if packed else "float32" if w.path[-1] in fp32 else "bfloat16"
+        ), w.names[0]
 
 
 def test_loaded_weights_are_the_ones_in_the_file(folders):
@@ -220,7 +262,9 @@ def test_loaded_weights_are_the_ones_in_the_file(folders):
         for w in declare(model.program.declared):
             stacked = np.stack([np.asarray(file.read(name)) for name in w.names])
             value = stacked if w.dims[0] == "G" else stacked[0]
-            np.testing.assert_array_equal(model.weights[w.path], value.astype(w.dtype), err_msg=w.names[0])
+            np.testing.assert_array_equal(
+                model.weights[w.path], value.astype(w.dtype), err_msg=w.names[0]
+            )
 
 
 def test_a_tied_head_is_the_embedding(folders):
@@ -241,7 +285,9 @@ def test_plain_experts_equal_packed_ones(folders, tmp_path, awkward):
     checkpoint.save_hf(tmp_path / "plain", plain.to_hf(), checkpoint.to_hf(plain, tensors))
     ids, lengths = prompts(AWKWARD, (16, 9, 1))
     got = np.asarray(kj.load(tmp_path / "plain", dtype="float64").logits(ids, lengths))
-    np.testing.assert_allclose(got[0], np.asarray(awkward.logits(ids, lengths))[0], atol=EXACT, rtol=0)
+    np.testing.assert_allclose(
+        got[0], np.asarray(awkward.logits(ids, lengths))[0], atol=EXACT, rtol=0
+    )
 
 
 def test_full_size_models_are_declared_by_shapes_alone():
