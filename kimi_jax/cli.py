@@ -218,6 +218,15 @@ def _load(path: Path, dtype: str | None) -> Any:
     return kj.load(path, dtype=dtype)
 
 
+def _keep_programs() -> None:
+    """Compiled programs stay in the user's cache folder, so that a second run starts at once."""
+    import jax
+
+    if jax.config.values["jax_compilation_cache_dir"] is None:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        jax.config.update("jax_compilation_cache_dir", str(cache / "kimi_jax" / "programs"))
+
+
 def _check_folder(path: Path) -> None:
     if not path.is_dir():
         raise Refused(f"{path}: no such folder")
@@ -265,6 +274,7 @@ def _generate(options: argparse.Namespace) -> int:
         "stop": options.stop,
         "logprobs": options.logprobs or False,
     }
+    _keep_programs()
     model = _load(options.model, options.dtype)
     if len(prompts) == 1 and not options.json:
         _stream(model, prompts[0], settings)

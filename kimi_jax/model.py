@@ -247,7 +247,8 @@ def declare(model: Kimi) -> Iterator[Declared]:
         if path[0] == "stacks":
             span = model.stacks[int(str(path[1]))].span
             tail = ".".join(map(str, path[4:]))
-            names = tuple(f"layers.{span.layer(int(str(path[3])), g)}.{tail}" for g in range(span.groups))
+            layers = (span.layer(int(str(path[3])), g) for g in range(span.groups))
+            names = tuple(f"layers.{layer}.{tail}" for layer in layers)
         yield Declared(path, value.shape, jnp.dtype(value.dtype), dims, names)
 
 

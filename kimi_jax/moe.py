@@ -130,8 +130,11 @@ def dense(
 
 
 def block_rows(rows: int) -> int:
-    """Rows of one expert that are multiplied together: one for a lone row, else 8 to 16."""
-    return 1 if rows == 1 else 8 if rows < 64 else 16
+    """Rows of one expert that are multiplied together: one for a lone row, else 8 to 32.
+
+    For 256 rows, 8 of 64 experts each, a layer took 95 ms in blocks of 16, 82 of 32, 100 of 64.
+    """
+    return 1 if rows == 1 else 8 if rows < 64 else 16 if rows < 256 else 32
 
 
 def grouped(

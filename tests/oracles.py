@@ -5,7 +5,6 @@ head by head. `w` is a dict of a module's weights by name, as `weights_of` retur
 """
 
 import dataclasses
-import functools
 import math
 
 import jax
@@ -263,8 +262,14 @@ def moe(w, x, config):
 
 # Small modules, and comparing
 
-# Most of a test's time is compiling, and most of that LLVM polishing loops over a dozen numbers.
-quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+def quick_jit(f, **options):
+    """`jax.jit`, compiled without optimisation, its results in numpy: a test's time is compiling.
+
+    Outside of it, every operation on a JAX array of a new shape is one more program to compile.
+    """
+    compiled = jax.jit(f, compiler_options={"xla_backend_optimization_level": 0}, **options)
+    return lambda *args, **kwargs: jax.device_get(compiled(*args, **kwargs))
 
 
 def small_config(**changes) -> Config:
@@ -303,7 +308,7 @@ def filled(module, seed=0):
             value = rng.normal(0, 0.3, shape)
         else:
             value = rng.normal(0, 1.5 / math.sqrt(shape[-1]), shape)
-        param.set_value(jnp.asarray(value).astype(declared.dtype))
+        param.set_value(jnp.asarray(value.astype(declared.dtype)))
     return module
 
 
@@ -323,16 +328,24 @@ def weights_of(module) -> dict[str, np.ndarray]:
     return weights
 
 
+_make_step = jax.jit(Step.of, static_argnums=(2, 3))
+
+
 def step_of(start, lengths, T, **forms) -> Step:
-    as_int = lambda x: jnp.asarray(x, jnp.int32)  # noqa: E731
-    return Step.of(as_int(start), as_int(lengths), T, Forms(**forms))
+    return _make_step(np.asarray(start, np.int32), np.asarray(lengths, np.int32), T, Forms(**forms))
+
+
+def of_type(x, dtype):
+    """Random numbers as the numpy array of a model's type."""
+    return np.asarray(x).astype(jnp.dtype(dtype))
 
 
 def fresh_kda(config, B, dtype, fill=0.0) -> KDAState:
     H, K, V = config.kda_heads, config.kda_key_dim, config.kda_value_dim
-    window = lambda size: jnp.full((1, B, config.conv_width - 1, H * size), fill, dtype)  # noqa: E731
-    wide = jnp.promote_types(dtype, jnp.float32)
-    return KDAState(jnp.full((1, B, H, K, V), fill, wide), window(K), window(K), window(V))
+    full = lambda *shape: np.full((1, B, *shape), fill, jnp.dtype(dtype))  # noqa: E731
+    window = lambda size: full(config.conv_width - 1, H * size)  # noqa: E731
+    memory = full(H, K, V).astype(jnp.promote_types(dtype, jnp.float32))
+    return KDAState(memory, window(K), window(K), window(V))
 
 
 def fresh_mla(config, B, S, dtype, fill=0.0) -> MLAState:
@@ -340,8 +353,7 @@ def fresh_mla(config, B, S, dtype, fill=0.0) -> MLAState:
     stored = cache_dtype(jnp.dtype(dtype))
 
     def cache(width):
-        rows = jnp.full((1, B, S, width), fill, dtype)
-        return rows.view(stored) if stored != rows.dtype else rows
+        return np.full((1, B, S, width), fill, jnp.dtype(dtype)).view(stored)
 
     return MLAState(cache(config.latent_row), cache(config.index_dim) if config.sparse else None)
 
