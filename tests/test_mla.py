@@ -207,7 +207,7 @@ def test_padded_rows_write_nothing_and_never_wrap():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", *WIDE])
 def test_a_written_row_is_read_back_bit_for_bit(dtype):
-    """bfloat16 is kept as its bits on CPU; infinities, signed zeros and subnormals come back too."""
+    """bfloat16 is kept as its bits on CPU; infinities, -0 and subnormals come back too."""
     rng = np.random.default_rng(0)
     rows = rng.normal(size=(1, 3, 5))
     rows[0, 0] = [np.inf, -np.inf, -0.0, 1e-40, 3e38]
@@ -382,9 +382,9 @@ def test_scores_of_zero_tie_whatever_their_sign():
         np.testing.assert_array_equal(by_top_k(scores, 3)[0][0, t], [0, 1, 2])
 
 
-SCORES = st.lists(
-    st.sampled_from([NOWHERE, -1.0, 0.0, 0.5, 2.0]), min_size=12, max_size=12
-).map(lambda row: np.array(row, np.float32).reshape(1, 1, 12))
+SCORES = st.lists(st.sampled_from([NOWHERE, -1.0, 0.0, 0.5, 2.0]), min_size=12, max_size=12).map(
+    lambda row: np.array(row, np.float32).reshape(1, 1, 12)
+)
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)

@@ -195,9 +195,7 @@ def test_grouped_equals_dense_equals_oracle(packed, dtype, load):
     """21 rows, no multiple of a block."""
     held, z = experts(dtype, packed), rows(21, dtype)
     ids, weights = assignment(load, 21)
-    expected = oracles.experts(
-        as_float64(z), ids, weights, matrices(dtype, packed), held.config
-    )
+    expected = oracles.experts(as_float64(z), ids, weights, matrices(dtype, packed), held.config)
     for form in (run_grouped, run_dense):
         close(form(z, ids, weights, held), expected, EXPERTS)
 
@@ -206,9 +204,7 @@ def test_grouped_equals_dense_equals_oracle(packed, dtype, load):
 def test_grouped_equals_oracle_at_every_block_size(P):
     held, z = experts("float64", False), rows(P, "float64")
     ids, weights = assignment("uneven", P)
-    expected = oracles.experts(
-        as_float64(z), ids, weights, matrices("float64", False), held.config
-    )
+    expected = oracles.experts(as_float64(z), ids, weights, matrices("float64", False), held.config)
     close(run_grouped(z, ids, weights, held), expected, EXPERTS)
 
 

@@ -1,7 +1,9 @@
 """Every absolute tolerance of the suite, each a few times the largest error that was measured."""
 
-LOGITS = {"float32": 1e-3, "float64": 1e-8}  # against the golden float64 logits; measured 1.8e-4 and 4e-13
-STATE = {"float32": 2e-4, "float64": 1e-6}  # KDA memory and windows against golden values that are stored as float32
+# against the golden float64 logits; measured 1.8e-4 and 4e-13
+LOGITS = {"float32": 1e-3, "float64": 1e-8}
+# KDA memory and windows against golden values that are stored as float32
+STATE = {"float32": 2e-4, "float64": 1e-6}
 
 # Single operations against float64 oracles and golden numbers.
 NORM = {"float32": 4e-6, "float64": 8e-15}  # measured 9.5e-7 and 1.8e-15
@@ -15,14 +17,16 @@ KDA_LAYER = {"float32": 1e-5, "float64": 1.5e-14}  # measured 3.1e-6 and 4.4e-15
 KDA_GATE = {"float32": 3e-6, "float64": 1.2e-14}  # measured 8.9e-7 and 3.6e-15
 CONVOLVE = {"float32": 1.2e-6, "float64": 5e-16}  # measured 3.4e-7 and 1.1e-16
 INVERSE = {"float32": 1e-6, "float64": 4e-15}  # measured 2.4e-7 and 1.1e-15
-EXACT = 1e-9  # two ways of computing the same numbers in float64: logits and states; measured up to 1e-12
+# two ways of computing the same numbers in float64: logits and states; measured up to 1e-12
+EXACT = 1e-9
 MIX = {"float32": 6e-5, "float64": 1.5e-13}  # values up to 90; measured 1.8e-5 and 4.3e-14
 SKELETON = {"float32": 1.5e-4, "float64": 1.2e-13}  # measured 4.0e-5 and 3.2e-14
 ATTENTION = {"float32": 6e-6, "float64": 1.2e-14}  # measured 1.8e-6 and 3.6e-15
-ATTENTION_BF16 = {"float32": 1e-6, "bfloat16": 0.03}
+ATTENTION_BF16 = {"float32": 5e-5, "bfloat16": 0.03}  # scores to 60; measured 1.4e-5 and 0.0091
 MLA_LAYER = {"float32": 5e-6, "float64": 1.5e-14}  # measured 1.3e-6 and 4.0e-15
 DRIFT = {"float32": 0.1}  # bfloat16 values up to 3; measured 0.039
 INDEX_SCORE = {"float32": 6e-6, "float64": 1.2e-14}  # measured 1.8e-6 and 3.6e-15
 ROUTE = {"float32": 6e-7, "float64": 2e-15}  # measured 1.8e-7 and 4.4e-16
 EXPERTS = {"float32": 3e-5, "float64": 8e-14}  # measured 8.8e-6 and 2.1e-14
-MOE_LAYER = {"float32": 1e-5, "float64": 1.5e-13, "bfloat16": 0.12}  # measured 2.5e-6, 3.9e-14 and 0.039
+# measured 2.5e-6, 3.9e-14 and 0.039
+MOE_LAYER = {"float32": 1e-5, "float64": 1.5e-13, "bfloat16": 0.12}
