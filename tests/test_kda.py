@@ -164,6 +164,14 @@ def test_all_gates_at_the_lower_bound_stay_finite(bound, form):
     both_close(actual, run_recurrent(*arrays), KDA_CHUNKED)
 
 
+@pytest.mark.parametrize("bound", [-5.0, -20.0])
+def test_a_layer_may_name_any_bound(bound):
+    """Exponents that a block's middle cannot hold in float32 are met by differences."""
+    arrays = inputs(37, bound, bound, "float32")
+    actual = run_chunked(*arrays, chunk=16, steepest=bound)
+    both_close(actual, run_recurrent(*arrays), KDA_CHUNKED)
+
+
 @functools.lru_cache
 def gradients(form):
     """Of a weighted sum of all that `form` returns, to all that it takes."""
