@@ -510,6 +510,8 @@ def _part(name: str, config: Any) -> str:
 
 
 def _bench(options: argparse.Namespace) -> int:
+    if options.dtype == "float64" and (options.compile or options.shape != "shipped"):
+        raise Refused("--dtype float64 is for --shape shipped")
     if options.compile:
         columns, rows = _COMPILE_COLUMNS, [_compile_step(options)]
         title = f"a decode step of {options.compile}, one token, {_COMPILE_CONTEXT} slots"
@@ -597,8 +599,6 @@ def _bench_model(options: argparse.Namespace) -> Any:
 
     if options.shape == "shipped":
         return _load(SHIPPED, options.dtype)
-    if options.dtype == "float64":
-        raise Refused("--dtype float64 is for --shape shipped")
     program = make_program(_mini(options.shape == "mini-dsa"), dtype=options.dtype)
     weights = build(program.declared, program.place, program.mesh, _random_read(program))
     return Model(program, weights)

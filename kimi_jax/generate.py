@@ -32,6 +32,10 @@ class PromptError(ValueError):
     """Prompts or options that cannot run: every problem in one message, nothing computed."""
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
+
+
 @dataclasses.dataclass(frozen=True)
 class Sample:
     """Draw from the model's distribution: logits / temperature, cut to the `top_k` best tokens (0:
@@ -47,12 +51,12 @@ class Sample:
 
     def __post_init__(self) -> None:
         problems = []
-        if not (np.isfinite(self.temperature) and self.temperature >= 0):
+        if not (_is_number(self.temperature) and 0 <= self.temperature < np.inf):
             problems.append(f"temperature must be a finite number >= 0, got {self.temperature!r}")
-        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
+        if not _is_whole(self.top_k, 0):
             problems.append(f"top_k must be a whole number >= 0 (0: all), got {self.top_k!r}")
         for name in ("top_p", "min_p"):
-            if not 0 <= getattr(self, name) <= 1:
+            if not (_is_number(getattr(self, name)) and 0 <= getattr(self, name) <= 1):
                 problems.append(f"{name} must lie in 0..1, got {getattr(self, name)!r}")
         if problems:
             raise PromptError("\n".join(problems))
@@ -273,53 +277,81 @@ class Options:
 
 
 def _options(model: "Model", count: int, sampling: Any, seed: Any, **given: Any) -> Options:
-    problems = []
-    own = {name: given[name] for name in ("temperature", "top_p", "top_k")}
-    if sampling is None:
-        sampling = Sample(**own)
-    elif own != {"temperature": 0.0, "top_p": 1.0, "top_k": 0}:
-        problems.append("sampling= excludes temperature, top_p and top_k")
-    if not isinstance(given["max_new_tokens"], int) or given["max_new_tokens"] < 1:
-        problems.append(
-            f"max_new_tokens must be a positive whole number, got {given['max_new_tokens']!r}"
-        )
-    seeds = [seed] * count if isinstance(seed, int) else list(seed)
-    if len(seeds) != count or not all(isinstance(s, int) and 0 <= s < 2**31 for s in seeds):
-        problems.append(
-            f"seed must be a whole number in 0..2^31-1, or one for each of the {count} prompts; "
-            f"got {seed!r}"
-        )
-    stops = [given["stop"]] if isinstance(given["stop"], str) else list(given["stop"] or [])
-    if stops and model.tokenizer is None:
-        problems.append("stop strings need a tokenizer, and this folder has none: use stop_tokens")
-    if "" in stops:
-        problems.append("an empty stop string would stop at once")
-    stop_ids = model.config.eos if given["stop_tokens"] is None else given["stop_tokens"]
-    problems += [f"stop_tokens: {i!r} is not a token id" for i in stop_ids if not _is_id(model, i)]
-    logprobs = given["logprobs"]
-    if int(logprobs) < 0 or int(logprobs) > model.config.vocab:
+    """The options of a run, or one error that lists all that is wrong with them."""
+    problems: list[str] = []
+    new, logprobs = given["max_new_tokens"], given["logprobs"]
+    if not _is_whole(new, 1):
+        problems.append(f"max_new_tokens must be a positive whole number, got {new!r}")
+    if not isinstance(logprobs, bool) and not _is_whole(logprobs, 0, model.config.vocab):
         problems.append(
             "logprobs must be True, False or a number of tokens up to the vocabulary; "
             f"got {logprobs!r}"
         )
+    sampling = _sampling(sampling, given, problems)
+    seeds = _seeds(seed, count, problems)
+    stops = _stops(model, given["stop"], problems)
+    stop_ids = _stop_ids(model, given["stop_tokens"], problems)
     if problems:
         raise PromptError("\n".join(problems))
-    top = 0 if isinstance(logprobs, bool) else logprobs
-    return Options(
-        sampling,
-        given["max_new_tokens"],
-        tuple(seeds),
-        tuple(stops),
-        frozenset(map(int, stop_ids)),
-        bool(logprobs),
-        top,
-    )
+    top = 0 if isinstance(logprobs, bool) else int(logprobs)
+    return Options(sampling, int(new), seeds, stops, stop_ids, bool(logprobs), top)
+
+
+def _is_whole(value: Any, low: int, high: int | None = None) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        return False
+    return low <= int(value) and (high is None or int(value) <= high)
+
+
+def _sampling(sampling: Any, given: dict[str, Any], problems: list[str]) -> Sample:
+    own = {name: given[name] for name in ("temperature", "top_p", "top_k")}
+    if sampling is None:
+        try:
+            return Sample(**own)
+        except PromptError as error:
+            problems.append(str(error))
+    elif not isinstance(sampling, Sample):
+        problems.append(f"sampling must be Greedy() or Sample(...), got {sampling!r}")
+    elif own != {"temperature": 0.0, "top_p": 1.0, "top_k": 0}:
+        problems.append("sampling= excludes temperature, top_p and top_k")
+    return sampling if isinstance(sampling, Sample) else Sample()
+
+
+def _seeds(seed: Any, count: int, problems: list[str]) -> tuple[int, ...]:
+    seeds = list(seed) if isinstance(seed, Sequence) else [seed] * count
+    if len(seeds) != count or not all(_is_whole(s, 0, 2**31 - 1) for s in seeds):
+        problems.append(
+            f"seed must be a whole number in 0..2^31-1, or one for each of the {count} prompts; "
+            f"got {seed!r}"
+        )
+        return ()
+    return tuple(map(int, seeds))
+
+
+def _stops(model: "Model", stop: Any, problems: list[str]) -> tuple[str, ...]:
+    stops = [stop] if isinstance(stop, str) else stop or []
+    if not isinstance(stops, Sequence) or not all(isinstance(one, str) for one in stops):
+        problems.append(f"stop must be a string or a list of strings, got {stop!r}")
+        return ()
+    if stops and model.tokenizer is None:
+        problems.append("stop strings need a tokenizer, and this folder has none: use stop_tokens")
+    if "" in stops:
+        problems.append("an empty stop string would stop at once")
+    return tuple(stops)
+
+
+def _stop_ids(model: "Model", stop_tokens: Any, problems: list[str]) -> frozenset[int]:
+    ids = model.config.eos if stop_tokens is None else stop_tokens
+    if not isinstance(ids, Sequence | set | frozenset | np.ndarray) or isinstance(ids, str):
+        problems.append(f"stop_tokens must be a list of token ids, got {stop_tokens!r}")
+        return frozenset()
+    bad = [i for i in ids if not _is_id(model, i)]
+    problems += [f"stop_tokens: {i!r} is not a token id" for i in bad]
+    return frozenset() if bad else frozenset(map(int, ids))
 
 
 def _is_id(model: "Model", token: Any) -> bool:
-    if isinstance(token, bool) or not isinstance(token, int | np.integer):
-        return False
-    return 0 <= int(token) < model.config.vocab
+    return _is_whole(token, 0, model.config.vocab - 1)
 
 
 def _encoded(model: "Model", prompts: Sequence[Prompt]) -> list[list[int]]:
@@ -354,6 +386,18 @@ def _encoded(model: "Model", prompts: Sequence[Prompt]) -> list[list[int]]:
     return encoded
 
 
+def _as_list(prompts: Any) -> list:
+    """The prompts one by one; a lone string or a flat list of ids is one prompt."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence | np.ndarray):
+        raise PromptError(f"prompts must be strings or lists of token ids, got {prompts!r}")
+    flat = [not isinstance(one, str | Sequence | np.ndarray) for one in prompts]
+    if any(flat) and not all(flat):
+        raise PromptError("prompts mix token ids with whole prompts: give [[ids], [ids], ...]")
+    return [prompts] if any(flat) else list(prompts)
+
+
 def generate(
     model: "Model",
     prompts: Prompt | Sequence[Prompt],
@@ -377,8 +421,7 @@ def generate(
     that end a reply and are cut from it. `stop_tokens`: ids that end it (None: the config's end
     ids, []: none). `logprobs`: True, or how many best tokens to report beside the chosen one.
     """
-    single = isinstance(prompts, str) or (len(prompts) > 0 and _is_id(model, prompts[0]))
-    many: Sequence = [prompts] if single else prompts
+    many = _as_list(prompts)
     options = _options(
         model, len(many), sampling, seed, max_new_tokens=max_new_tokens, temperature=temperature,
         top_p=top_p, top_k=top_k, stop=stop, stop_tokens=stop_tokens, logprobs=logprobs,

@@ -227,14 +227,15 @@ class Model:
         """An empty state for `batch` requests of at most `max_length` tokens each, prompt and reply
         together.
         """
-        if batch < 1 or max_length < 1:
-            raise RequestError(f"batch {batch} and max_length {max_length} must be positive")
+        for name, value in (("batch", batch), ("max_length", max_length)):
+            if not isinstance(value, int | np.integer) or value < 1:
+                raise RequestError(f"{name} must be a positive whole number, got {value!r}")
         if max_length > self.config.max_positions:
             raise RequestError(
                 f"max_length {max_length} is over the model's context of "
                 f"{self.config.max_positions} tokens"
             )
-        return _state_maker(self.program, batch, max_length)()
+        return _state_maker(self.program, int(batch), int(max_length))()
 
     def prefill(self, state: State, tokens: Ids, lengths: Ids | None = None) -> tuple[Array, State]:
         """Take in right-padded new tokens [B, T] after what the state has seen: logits [B, vocab],
@@ -274,7 +275,10 @@ class Model:
         """Tokens [B, T] and lengths [B] as int32, or one error that says what is wrong with
         them.
         """
-        ids = np.asarray(tokens)
+        try:
+            ids = np.asarray(tokens)
+        except ValueError as error:
+            raise RequestError("tokens must be [B, T]: pad rows to one length") from error
         if ids.ndim != 2 or 0 in ids.shape or ids.dtype.kind not in "iu":
             raise RequestError(
                 f"tokens must be whole numbers [B, T], none empty; got {ids.dtype} {ids.shape}"
@@ -349,7 +353,10 @@ def make_program(
     forms: Forms | None = None,
 ) -> Program:
     """A decoder's steps on a mesh, checked against the placement, before any weight exists."""
-    name = default_dtype() if dtype is None else jnp.dtype(dtype).name
+    try:
+        name = default_dtype() if dtype is None else jnp.dtype(dtype).name
+    except TypeError:
+        name = str(dtype)
     if name not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {name}")
     if name == "float64" and not jax.config.read("jax_enable_x64"):
@@ -384,6 +391,8 @@ def load(
     a bar (default: for loads over a second, on a terminal). All that is wrong with the folder is
     raised in one error before anything is allocated.
     """
+    if chunk is not None and (not isinstance(chunk, int) or chunk < 1):
+        raise ValueError(f"chunk must be a positive whole number of tokens, got {chunk!r}")
     config = Config.from_hf(path)
     with Checkpoint(path, config) as checkpoint:
         program = make_program(

@@ -28,9 +28,25 @@ class Forms:
     mla: str = "absorbed"  # or "expanded", which selects by a full sort
     moe: str = "grouped"  # or "dense"
     chunk: int = 64  # tokens of a KDA chunk
-    select: str = (
-        "plain"  # or "teach": attention's gradient reaches the indexer, whose choice has none
-    )
+    # "teach": attention's gradient reaches the indexer, whose choice has none.
+    select: str = "plain"
+
+    def __post_init__(self) -> None:
+        known = {
+            "kda": ("chunked", "recurrent"),
+            "mla": ("absorbed", "expanded"),
+            "moe": ("grouped", "dense"),
+            "select": ("plain", "teach"),
+        }
+        problems = [
+            f"{name} must be one of {', '.join(forms)}, got {getattr(self, name)!r}"
+            for name, forms in known.items()
+            if getattr(self, name) not in forms
+        ]
+        if self.chunk < 1:
+            problems.append(f"chunk must be positive, got {self.chunk}")
+        if problems:
+            raise ValueError("\n".join(problems))
 
 
 DEFINITIONS = Forms(kda="recurrent", mla="expanded", moe="dense")

@@ -205,11 +205,24 @@ def test_the_context_bounds_a_reply_and_never_cuts_a_prompt(model):
         ([[1]], {"stop": "x"}, "tokenizer"),
         ([[1]], {"stop_tokens": [99]}, "99 is not a token id"),
         ([[1]], {"logprobs": 1000}, "logprobs"),
+        ([-1, 2], {}, "prompt 0: -1 is no token id"),
+        ([1, [2]], {}, "mix token ids"),
     ],
 )
 def test_bad_requests_are_refused_by_name(model, prompts, options, message):
     with pytest.raises(kj.PromptError, match=message):
         model.generate(prompts, **options)
+
+
+def test_options_of_the_wrong_type_are_named_at_once(model):
+    """Below the signatures, whose types the tests enforce and users' programs do not."""
+    given = dict(max_new_tokens=2.5, top_p=1.0, top_k=0, stop=5, stop_tokens=5, logprobs=None)
+    with pytest.raises(kj.PromptError) as error:
+        g._options(model, 1, None, None, temperature=None, **given)
+    for name in ("max_new_tokens", "temperature", "seed", "stop must", "stop_tokens", "logprobs"):
+        assert name in str(error.value)
+    with pytest.raises(kj.PromptError, match="prompts must be"):
+        g._as_list(7)
 
 
 def test_all_bad_prompts_are_named_at_once(model):

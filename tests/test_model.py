@@ -308,6 +308,7 @@ BAD_TOKENS = [
     ([[83]], None, "token id 83 at row 0, position 0"),
     ([[1, -1]], None, "token id -1 at row 0, position 1"),
     ([[1.5]], None, "whole numbers"),
+    ([[1], [2, 3]], None, "pad rows to one length"),
     ([1, 2], None, r"\[B, T\]"),
     ([[1, 2]], [3], "from 0 to 2"),
     ([[1, 2]], [1, 1], "1 whole numbers"),
@@ -328,6 +329,18 @@ def test_a_state_that_is_full_or_of_other_rows_is_refused(awkward):
         awkward.prefill(state, [[1], [2]])
     with pytest.raises(kj.RequestError, match="context of 4096"):
         awkward.new_state(1, 4097)
+
+
+def test_options_of_loading_are_checked(folders):
+    for options, message in [
+        ({"dtype": "int8"}, "dtype must be one of"),
+        ({"dtype": "float7"}, "dtype must be one of"),
+        ({"chunk": 0}, "chunk must be"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            kj.load(folders("awkward"), **options)
+    with pytest.raises(ValueError, match="kda must be one of chunked, recurrent, got 'recurent'"):
+        Forms(kda="recurent")
 
 
 def test_float64_without_64_bit_types_is_refused(folders):

@@ -200,7 +200,7 @@ def test_grouped_equals_dense_equals_oracle(packed, dtype, load):
         close(form(z, ids, weights, held), expected, EXPERTS)
 
 
-@pytest.mark.parametrize("P", [1, 2, 8, 63, 64, 65])
+@pytest.mark.parametrize("P", [1, 2, 8, 63, 64, 65, 256])
 def test_grouped_equals_oracle_at_every_block_size(P):
     held, z = experts("float64", False), rows(P, "float64")
     ids, weights = assignment("uneven", P)
@@ -266,9 +266,10 @@ def test_experts_are_read_from_their_own_group():
             close(form(z, ids, weights, both, group), expected, EXPERTS)
 
 
-def test_each_expert_output_is_rounded_to_the_model_type_before_it_is_weighed():
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+def test_each_expert_output_is_rounded_to_the_model_type_before_it_is_weighed(packed):
     """As in the reference: one expert of weight 1 gives a bfloat16 value, a sum of two need not."""
-    held, z = experts("bfloat16", True), rows(4, "bfloat16")
+    held, z = experts("bfloat16", packed), rows(4, "bfloat16")
     one, two = (np.array([row] * 4, np.int32) for row in ([3, E, E], [3, 6, E]))
     for form in (run_grouped, run_dense):
         y = form(z, one, np.ones((4, A)), held)
@@ -320,7 +321,7 @@ def test_the_latent_norm_sees_the_complete_sum():
 
 @pytest.mark.parametrize("form", ["grouped", "dense"])
 def test_padding_reaches_no_expert_and_disturbs_no_row(form):
-    """Inactive rows hold NaN."""
+    """Inactive rows get their shared experts alone, and NaN inside them stays there."""
     module = filled(MoE(small_config(), "float64", True))
     x = np.random.default_rng(3).normal(size=(8, 24))
     active = np.array([True, False, True, True, False, True, False, True])
@@ -328,8 +329,10 @@ def test_padding_reaches_no_expert_and_disturbs_no_row(form):
     expected = run(module, x, active, step)
     planted = run(module, np.where(active[:, None], x, np.nan), active, step)
     np.testing.assert_array_equal(planted[active], expected[active])
-    complete = oracles.moe(weights_of(module), as_float64(x), module.config)
-    close(expected[active], complete[active], MOE_LAYER)
+    w = weights_of(module)
+    close(expected[active], oracles.moe(w, x, module.config)[active], MOE_LAYER)
+    shared = oracles.mlp(x, *(w[f"shared.w_{name}"] for name in ("gate", "up", "down")), 4.0, 25.0)
+    close(expected[~active], shared[~active], MOE_LAYER)
 
 
 def test_a_bfloat16_sublayer_stays_near_its_float64_oracle():
