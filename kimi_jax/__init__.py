@@ -14,12 +14,15 @@ Program.step (jit, shard_map) -> Kimi -> Stack -> Layer [mix -> KDA | MLA -> mix
 norm, head -> sample -> TextBuilder.
 """
 
+from .checkpoint import CheckpointError
 from .config import Config, ConfigError
-from .generate import Completion, Event, Greedy, PromptError, Sample
+from .generate import Completion, Event, Greedy, PromptError, Sample, TokenLogprob, Usage
 from .placement import Placement, PlacementError, make_mesh
 from .runner import Model, RequestError, load
+from .tokenizer import TokenizerError
 
 __all__ = [
+    "CheckpointError",
     "Completion",
     "Config",
     "ConfigError",
@@ -31,6 +34,9 @@ __all__ = [
     "PromptError",
     "RequestError",
     "Sample",
+    "TokenLogprob",
+    "TokenizerError",
+    "Usage",
     "load",
     "make_mesh",
 ]

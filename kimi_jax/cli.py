@@ -356,7 +356,8 @@ def _print_completion(model: Any, prompt: Any, completion: Any, as_json: bool) -
         print(json.dumps({"prompt": prompt, **dataclasses.asdict(completion)}, ensure_ascii=False))
         return
     separator = "" if model.tokenizer else ","
-    print(_readable(model, prompt), _readable(model, completion.tokens), sep=separator)
+    reply = completion.tokens if completion.text is None else completion.text
+    print(_readable(model, prompt), _readable(model, reply), sep=separator)
     if completion.error:
         print(f"kimi-jax: error: {completion.error}", file=sys.stderr)
     if completion.logprobs:

@@ -241,8 +241,8 @@ class _Row:
 
     def take(
         self, token: int, usable: bool, logprob: TokenLogprob, stop_ids: frozenset[int]
-    ) -> str:
-        """Add a token, or end the row; returns the text that became certain."""
+    ) -> None:
+        """Add a token and the text that it made certain, or end the row."""
         if not usable:
             self.reason, self.error = "error", "the logits hold NaN or no finite value"
         elif token in stop_ids:
@@ -250,17 +250,13 @@ class _Row:
         else:
             self.tokens.append(token)
             self.logprobs.append(logprob)
-            self._add(self.builder.push(token))
+            self.text.append(self.builder.push(token))
             if self.builder.stopped:
                 self.reason = "stop"
             elif len(self.tokens) >= self.limit:
                 self.reason = "length"
         if self.reason:
-            self._add(self.builder.finish())
-        return self.text[-1] if self.text else ""
-
-    def _add(self, text: str) -> None:
-        self.text.append(text)
+            self.text.append(self.builder.finish())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -438,20 +434,29 @@ def generate(
     return done
 
 
-def stream(model: "Model", prompt: Prompt, **options: Any) -> Iterator[Event]:
+def stream(
+    model: "Model",
+    prompt: Prompt,
+    *,
+    max_new_tokens: int = 64,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    sampling: Sample | None = None,
+    seed: int = 0,
+    stop: str | Sequence[str] | None = None,
+    stop_tokens: Sequence[int] | None = None,
+    logprobs: bool | int = False,
+) -> Iterator[Event]:
     """Continue one prompt, yielding an `Event` per token; the texts joined are `generate`'s text.
-    Options as there.
+
+    Options as there. A model whose logits cannot be used (NaN) raises FloatingPointError.
     """
-    defaults = dict(
-        max_new_tokens=64, temperature=0.0, top_p=1.0, top_k=0, sampling=None, seed=0, stop=None,
-        stop_tokens=None, logprobs=False
+    options = _options(
+        model, 1, sampling, seed, max_new_tokens=max_new_tokens, temperature=temperature,
+        top_p=top_p, top_k=top_k, stop=stop, stop_tokens=stop_tokens, logprobs=logprobs,
     )  # fmt: skip
-    unknown = sorted(set(options) - set(defaults))
-    if unknown:
-        raise TypeError(f"stream() got unknown options: {', '.join(unknown)}")
-    checked = _options(model, 1, **{**defaults, **options})
-    rows = _rows(model, _encoded(model, [prompt]), checked)
-    return _events(model, rows, checked)
+    return _events(model, _rows(model, _encoded(model, [prompt]), options), options)
 
 
 def _events(model: "Model", rows: list[_Row], options: Options) -> Iterator[Event]:

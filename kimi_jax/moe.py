@@ -26,8 +26,6 @@ from .layers import (
 )
 from .state import Step
 
-GROUP = 32  # inputs that share one MXFP4 scale
-
 
 def limit_groups(choice: Float[Array, "P E"], groups: int, keep: int) -> Float[Array, "P E"]:
     """-inf outside the `keep` groups whose two best experts sum highest (DeepSeek-V3's group
@@ -71,9 +69,9 @@ class Experts(nnx.Module):
             self.w_gate = weight(jnp.uint8, Expert, E=E, F=F, L2=L // 2)
             self.w_up = weight(jnp.uint8, Expert, E=E, F=F, L2=L // 2)
             self.w_down = weight(jnp.uint8, Expert, E=E, L=L, F2=F // 2)
-            self.s_gate = weight(jnp.uint8, Expert, E=E, F=F, L32=L // GROUP)
-            self.s_up = weight(jnp.uint8, Expert, E=E, F=F, L32=L // GROUP)
-            self.s_down = weight(jnp.uint8, Expert, E=E, L=L, F32=F // GROUP)
+            self.s_gate = weight(jnp.uint8, Expert, E=E, F=F, L32=L // mxfp4.GROUP)
+            self.s_up = weight(jnp.uint8, Expert, E=E, F=F, L32=L // mxfp4.GROUP)
+            self.s_down = weight(jnp.uint8, Expert, E=E, L=L, F32=F // mxfp4.GROUP)
         else:
             self.w_gate = weight(dtype, Expert, E=E, F=F, L=L)
             self.w_up = weight(dtype, Expert, E=E, F=F, L=L)

@@ -388,8 +388,8 @@ def load(
     `dtype`: "float32" (default on CPU), "bfloat16" (default elsewhere) or "float64". `chunk`: most
     tokens of a row in one prefill program. `scan`: compile equal groups of layers once (default: on
     accelerators and for deep models); `forms`: definitions in place of fast forms. `progress`: show
-    a bar (default: for loads over a second, on a terminal). All that is wrong with the folder is
-    raised in one error before anything is allocated.
+    a bar (default: for loads over a second, on a terminal). All that the headers show to be
+    wrong is raised in one error before anything is allocated.
     """
     if chunk is not None and (not isinstance(chunk, int) or chunk < 1):
         raise ValueError(f"chunk must be a positive whole number of tokens, got {chunk!r}")

@@ -177,7 +177,7 @@ def read_block(
     from elsewhere).
     """
     _, B, _, R = cache.shape
-    start = (jnp.int32(group), jnp.int32(0), first, jnp.int32(0))
+    start = (jnp.int32(group), jnp.int32(0), jnp.int32(first), jnp.int32(0))
     block = from_cache(jax.lax.dynamic_slice(cache, start, (1, B, size, R))[0], dtype)
     slots = first + jnp.arange(size, dtype=jnp.int32)
     return jnp.where((slots < total[:, None])[..., None], block, jnp.zeros((), dtype))

@@ -414,3 +414,12 @@ def test_module_runs_the_command():
     assert done.returncode == 0
     assert set(re.findall(r"^    ?(\w+) ", done.stdout, re.M)) >= {"generate", "inspect", "bench"}
     assert not {"chat", "plan", "convert"} & set(done.stdout.split())
+
+
+def test_text_of_several_prompts_ends_before_a_stop_string(capsys):
+    """The tokens hold what the stop string was found in; the text that is printed does not."""
+    usage = kj.Usage(1, 3, 0.0, 0.0)
+    completion = kj.Completion([5, 6, 7], ", and th", "stop", None, usage)
+    model = type("Model", (), {"tokenizer": object()})()
+    cli._print_completion(model, "The Queen", completion, as_json=False)
+    assert capsys.readouterr().out == "The Queen, and th\n\n"
