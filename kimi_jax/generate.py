@@ -367,7 +367,8 @@ def _encoded(model: "Model", prompts: Sequence[Prompt]) -> list[list[int]]:
         bad = [t for t in ids if not _is_id(model, t)]
         if bad:
             problems.append(
-                f"prompt {i}: {bad[0]!r} is no token id below {model.config.vocab}, the vocabulary"
+                f"prompt {i}: {bad[0]!r} is no token id "
+                f"below the vocabulary of {model.config.vocab}"
             )
         elif not ids:
             problems.append(f"prompt {i} is empty")
