@@ -33,7 +33,7 @@ $(STAMP): pyproject.toml
 	@echo "setup: done"
 
 demo: setup
-	@.venv/bin/kimi-jax generate "The Queen looked at Alice" --max-new-tokens 120 --temperature 0.6 --top-p 0.9 --seed 3
+	@.venv/bin/kimi-jax generate "The Queen looked at Alice" --devices 8 --max-new-tokens 120 --temperature 0.6 --top-p 0.9 --seed 3
 
 test: setup
 	.venv/bin/ruff check

@@ -18,6 +18,7 @@ from .checkpoint import CheckpointError
 from .config import Config, ConfigError
 from .generate import Completion, Event, Greedy, PromptError, Sample, TokenLogprob, Usage
 from .placement import Placement, PlacementError, make_mesh
+from .plan import Plan, plan
 from .runner import Model, RequestError, load
 from .tokenizer import TokenizerError
 
@@ -31,6 +32,7 @@ __all__ = [
     "Model",
     "Placement",
     "PlacementError",
+    "Plan",
     "PromptError",
     "RequestError",
     "Sample",
@@ -39,4 +41,5 @@ __all__ = [
     "Usage",
     "load",
     "make_mesh",
+    "plan",
 ]

@@ -26,32 +26,19 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from . import mxfp4
-from .config import Config
+from .config import Config, Problems
 
 ROOT = "language_model."
 _INDEX_FILE = "model.safetensors.index.json"
 _SINGLE_FILE = "model.safetensors"
 _SKIPPED = ("vision_tower.", "mm_projector.")  # the released model sees; this one reads text
-_PRINTED = 40  # problems an error prints
 _PADDED_HEADS = 128  # the released a_log is padded with zeros to this many
 
 
-class CheckpointError(ValueError):
+class CheckpointError(Problems):
     """A checkpoint that cannot be used, with all its problems, each naming a file or a tensor."""
 
-    def __init__(self, *problems: str) -> None:
-        super().__init__(*problems)
-
-    @property
-    def problems(self) -> tuple[str, ...]:
-        """One line for each problem found."""
-        return self.args
-
-    def __str__(self) -> str:
-        count = len(self.problems)
-        title = f"{count} problem{'s' if count != 1 else ''} in the checkpoint:"
-        more = [f"and {count - _PRINTED} more"] if count > _PRINTED else []
-        return "\n  ".join([title, *self.problems[:_PRINTED], *more])
+    subject = "the checkpoint"
 
 
 class Tensor(NamedTuple):
@@ -134,13 +121,18 @@ class _Padded(_Weight):
         return math.prod(shape) >= self.shape[0] and math.prod(shape) == max(shape, default=0)
 
     def read(self, file: Checkpoint, part: Part) -> np.ndarray:
-        heads = self.shape[0]
-        whole = tuple(slice(0, n) for n in file.shape(self.source))
-        values = file.fetch(self.source, whole).reshape(-1)
-        if values[heads:].any():
+        (asked,) = part
+        heads, shape = self.shape[0], file.shape(self.source)
+        # Whoever asks for the last head, and nobody else, looks at the zeros after it.
+        stop = max(shape) if asked.start < asked.stop == heads else asked.stop
+        cut = [slice(0, 1)] * len(shape)
+        cut[shape.index(max(shape))] = slice(asked.start, stop)
+        values = file.fetch(self.source, tuple(cut)).reshape(-1)
+        count = asked.stop - asked.start
+        if values[count:].any():
             name = f"{file.root}{self.source}"
             raise CheckpointError(f"{name}: values other than zero after the {heads} heads")
-        return values[:heads][part]
+        return values[:count]
 
     def write(self, array: np.ndarray, tensors: dict[str, np.ndarray]) -> None:
         tensors[self.source] = np.pad(array, (0, self.file_shape[0] - len(array)))
@@ -444,8 +436,8 @@ class Checkpoint:
         """One of our weights, or the part that `index` cuts out: a slice for each dim of our shape.
 
         In the file's dtype, but for the weights that are always float32. Copies the bytes of that
-        part alone. Raises `CheckpointError` for NaN, Inf, a scale byte of 255 and values after the
-        last head of an a_log.
+        part alone, and with the last head of an a_log the zeros after it. Raises `CheckpointError`
+        for NaN, Inf, a scale byte of 255 and values after the last head of an a_log.
         """
         weight = self._weights[name]
         part = _whole_part(weight, index)
@@ -615,7 +607,7 @@ def _read_index(folder: Path) -> dict[str, str]:
     try:
         listed = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         plain = {str(name): str(shard) for name, shard in listed.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: not an index with a weight_map ({error!r})") from error
     outside = sorted(shard for shard in set(plain.values()) if Path(shard).name != shard)
     if outside or not plain:
@@ -650,7 +642,7 @@ def _read_header(path: Path) -> _Header:
             header = json.loads(file.read(length))
     except OSError as error:
         raise CheckpointError(f"{path.name}: cannot be read, {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{path.name}: corrupt header, {error}") from error

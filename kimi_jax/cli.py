@@ -13,13 +13,12 @@ import json
 import math
 import os
 import re
-import statistics
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 SHIPPED = Path(__file__).parent / "shipped"
 _DEVICES_FLAG = "--xla_force_host_platform_device_count"
@@ -38,7 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = _parser().parse_args(argv)
         _set_devices(options.devices)
-        return options.run(options)
+        _join(options)
+        _check_devices(options.devices)
+        code = options.run(options)
+        sys.stdout.flush()  # a closed pipe shows here and not when Python ends
+        return code
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
@@ -74,6 +77,10 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> Any:
         raise Refused(f"{message} (see {self.prog} --help)")
 
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        sys.stdout.flush()  # of a help text, as in `main`
+        super().exit(status, message)
+
 
 def _parser() -> _Parser:
     parser = _Parser(
@@ -83,6 +90,7 @@ def _parser() -> _Parser:
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_generate(commands)
+    _add_plan(commands)
     _add_inspect(commands)
     _add_bench(commands)
     return parser
@@ -105,23 +113,65 @@ def _add_command(
     return command
 
 
+def _add_place(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--place",
+        action="append",
+        type=_pair,
+        metavar="NAME=VALUE",
+        help="an option of Placement, such as experts=local or pad=heads,vocab; may be repeated",
+    )
+
+
+def _add_mesh(command: argparse.ArgumentParser) -> None:
+    """The options of commands that spread a model over devices and processes."""
+    add = command.add_argument_group("devices and processes").add_argument
+    add("--mesh", type=_mesh_sizes, metavar="DxM", help="D data x M model ranks (1 x all devices)")
+    _add_place(command)
+    add("--coordinator", metavar="HOST:PORT", help="where process 0 listens, for several processes")
+    add("--processes", type=_positive, metavar="N", help="how many processes run together")
+    add("--process-id", type=int, metavar="I", help="which of them this one is, from 0 on")
+
+
 def _add_generate(commands: Any) -> None:
-    add = _add_command(
+    command = _add_command(
         commands, "generate", _generate, "continue one prompt or several", _GENERATE_EXAMPLES
-    ).add_argument
+    )
+    _add_mesh(command)
+    add = command.add_argument
     add("prompts", nargs="*", metavar="PROMPT", help="text to continue; - reads standard input")
     add("--model", type=Path, default=SHIPPED, metavar="PATH", help=f"checkpoint folder ({_OWN})")
     add("--max-new-tokens", type=int, default=64, metavar="N", help="most tokens to add (64)")
-    add("--temperature", type=float, default=0.0, metavar="T", help="0 takes the best token (0)")
-    add("--top-p", type=float, default=1.0, metavar="P", help="best tokens of probability P (1)")
-    add("--top-k", type=int, default=0, metavar="K", help="K best tokens, 0 for all (0)")
-    add("--min-p", type=float, default=0.0, metavar="P", help="P times the best probability (0)")
-    add("--seed", type=int, default=0, metavar="N", help="of the random draws (0)")
+    add("--temperature", type=float, default=0.0, metavar="T", help=_SAYS["temperature"])
+    add("--top-p", type=float, default=1.0, metavar="P", help=_SAYS["top-p"])
+    add("--top-k", type=int, default=0, metavar="K", help=_SAYS["top-k"])
+    add("--min-p", type=float, default=0.0, metavar="P", help=_SAYS["min-p"])
+    add("--seed", type=int, default=0, metavar="N", help=_SAYS["seed"])
     add("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
-    add("--dtype", choices=_DTYPES, help="of the computation (float32 on CPU, else bfloat16)")
+    add("--dtype", choices=_DTYPES, help=f"{_SAYS['dtype']} (float32 on CPU, else bfloat16)")
     add("--logprobs", type=int, metavar="N", help="report log-probabilities and the N best tokens")
     add("--tokens", action="store_true", help="prompts are token ids with commas between them")
     add("--json", action="store_true", help="print a line of JSON for each completion")
+
+
+def _add_plan(commands: Any) -> None:
+    command = _add_command(
+        commands,
+        "plan",
+        _plan,
+        "show what each device would hold, from shapes alone, and what fits",
+        _PLAN_EXAMPLES,
+    )
+    add = command.add_argument
+    add("config", nargs="?", default="k3.1", metavar="CONFIG", help="k3, k3.1, or a path (k3.1)")
+    add("--model", type=_positive, default=1, metavar="N", help="ranks of the model axis (1)")
+    add("--data", type=_positive, default=1, metavar="N", help="ranks of the data axis (1)")
+    add("--batch", type=_positive, default=1, metavar="B", help="requests on the whole mesh (1)")
+    add("--context", type=_positive, metavar="S", help="tokens of a request (4096)")
+    add("--dtype", choices=_DTYPES, default="bfloat16", help=f"{_SAYS['dtype']} (bfloat16)")
+    add("--hbm", type=_gigabytes, default=[], metavar="GB,GB", help="device memories to try, in GB")
+    _add_place(command)
+    add("--json", action="store_true", help="print bytes by term as a line of JSON")
 
 
 def _add_inspect(commands: Any) -> None:
@@ -137,18 +187,30 @@ def _add_inspect(commands: Any) -> None:
 
 
 def _add_bench(commands: Any) -> None:
-    add = _add_command(
+    command = _add_command(
         commands,
         "bench",
         _bench,
-        "measure prefill and decode, or compile a decode step of any size without its weights",
+        "measure prefill and decode, or compile a step of any size without its weights",
         _BENCH_EXAMPLES,
-    ).add_argument
-    add("--shape", choices=("mini", "mini-dsa", "shipped"), default="mini", help="what runs (mini)")
-    add("--dtype", choices=_DTYPES, help="of the computation (float32 on CPU, else bfloat16)")
-    add("--prompt", type=_positive, default=512, metavar="T", help="tokens of a prompt (512)")
-    add("--batch", type=_positives, default=[1, 8], metavar="B,B", help="batch sizes (1,8)")
-    add("--steps", type=_positive, default=16, metavar="N", help="decode steps to time (16)")
+    )
+    _add_mesh(command)
+    add = command.add_argument
+    add("--shape", choices=("mini", "mini-dsa", "shipped"), help="what runs (mini)")
+    add(
+        "--dtype",
+        choices=_DTYPES,
+        help=f"{_SAYS['dtype']} (float32 on CPU, else bfloat16; with --compile bfloat16)",
+    )
+    add("--prompt", type=_positive, metavar="T", help="tokens of a prompt (512; to compile 1)")
+    add("--batch", type=_positives, metavar="B,B", help="batch sizes (1,8)")
+    add("--steps", type=_positive, metavar="N", help="decode steps to time (16)")
+    add("--context", type=_positive, metavar="S", help="slots of a compiled step (4096)")
+    add(
+        "--experts",
+        action="store_true",
+        help="find the row count below which local experts are faster than exchanging rows",
+    )
     add(
         "--compile",
         metavar="CONFIG",
@@ -159,15 +221,30 @@ def _add_bench(commands: Any) -> None:
 
 _DTYPES = ("float32", "bfloat16", "float64")
 _OWN = "the small model of the package"
+_SAYS = {
+    "temperature": "divides the logits before a token is drawn; 0 takes the best token (0)",
+    "top-p": "draw from the fewest best tokens that together have probability P (1: all)",
+    "top-k": "draw from the K best tokens (0: all)",
+    "min-p": "draw no token less than P times as probable as the best one (0: all)",
+    "seed": "start of the random draws: the same seed draws the same tokens (0)",
+    "dtype": "number type of the computation",
+}
 _GENERATE_EXAMPLES = """\
   kimi-jax generate "Alice was beginning to"
   kimi-jax generate "Alice was" --temperature 0.8 --top-p 0.95 --seed 3 --stop "\\n\\n"
   kimi-jax generate "The Queen" "The King" --json --logprobs 3
   cat letter.txt | kimi-jax generate - --model /path/to/checkpoint
   kimi-jax generate 12,7,300 --tokens
+  kimi-jax generate "The King" --devices 8 --mesh 2x4 --place experts=local
 
 One prompt is shown and continued as tokens come; its speed goes to standard error.
 A line break at the end of standard input is not part of the prompt."""
+_PLAN_EXAMPLES = """\
+  kimi-jax plan k3.1 --model 8 --context 131072 --batch 64 --hbm 141,288
+  kimi-jax plan k3.1 --data 4 --model 8 --place expert_axes=data,model --hbm 80
+  kimi-jax plan /path/to/checkpoint --model 2 --place latent=sharded
+
+Temporaries of a step, about 2 GB at full size, are not in the table; --hbm sets 2 GB aside."""
 _INSPECT_EXAMPLES = """\
   kimi-jax inspect
   kimi-jax inspect /path/to/checkpoint
@@ -175,7 +252,9 @@ _INSPECT_EXAMPLES = """\
 _BENCH_EXAMPLES = """\
   kimi-jax bench                              9 layers of random weights
   kimi-jax bench --shape mini-dsa --prompt 2048 --batch 1 --dtype bfloat16
+  kimi-jax bench --experts --devices 8 --mesh 1x8
   kimi-jax bench --compile k3.1               the released size, from shapes alone
+  kimi-jax bench --compile k3.1 --devices 8 --prompt 4096
 
 Times are medians; the first call of each kind is kept apart as compilation."""
 
@@ -184,6 +263,30 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
     return int(text)
+
+
+def _mesh_sizes(text: str) -> tuple[int, int]:
+    sizes = text.lower().split("x")
+    if len(sizes) != 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form 2x4")
+    return _positive(sizes[0]), _positive(sizes[1])
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=VALUE")
+    return name, value
+
+
+def _gigabytes(text: str) -> list[float]:
+    try:
+        sizes = [float(part) for part in text.split(",")]
+    except ValueError:
+        sizes = []
+    if not sizes or not all(0 < size < math.inf for size in sizes):
+        raise argparse.ArgumentTypeError(f"{text!r} are no sizes in GB with commas between them")
+    return sizes
 
 
 def _positives(text: str) -> list[int]:
@@ -203,19 +306,79 @@ def _set_devices(count: int | None) -> None:
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    if jax.device_count() != count:
-        raise Refused(f"--devices {count} comes too late, JAX runs on {jax.device_count()}")
 
 
-def _load(path: Path, dtype: str | None) -> Any:
+def _check_devices(count: int | None) -> None:
+    import jax
+
+    if count is not None and jax.local_device_count() != count:
+        raise Refused(f"--devices {count} comes too late, JAX runs on {jax.local_device_count()}")
+
+
+_HEARTBEAT = 20  # seconds without a sign of life after which a process counts as dead
+
+
+def _join(options: argparse.Namespace) -> None:
+    """Joins the processes that run together; all but the first fall silent."""
+    given = [vars(options).get(name) for name in ("coordinator", "processes", "process_id")]
+    if all(value is None for value in given):
+        return
+    coordinator, count, number = given
+    if coordinator is None or count is None or number is None:
+        raise Refused("--coordinator, --processes and --process-id belong together")
+    if not 0 <= number < count:
+        raise Refused(f"--process-id {number} is not among the {count} processes, 0 to {count - 1}")
+    import jax
+
+    jax.distributed.initialize(coordinator, count, number, heartbeat_timeout_seconds=_HEARTBEAT)
+    if number:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
+
+
+def _say(line: str) -> None:
+    """A remark beside the output, from the first of the processes."""
+    import jax
+
+    if jax.process_index() == 0:
+        print(f"kimi-jax: {line}", file=sys.stderr)
+
+
+def _load(path: Path, options: argparse.Namespace) -> Any:
     import jax
 
     import kimi_jax as kj
 
     _check_folder(path)
-    if dtype == "float64":
+    if options.dtype == "float64":
         jax.config.update("jax_enable_x64", True)
-    return kj.load(path, dtype=dtype)
+    mesh, place = _mesh(options), _placement(options)
+    return kj.load(path, mesh=mesh, placement=place, dtype=options.dtype)
+
+
+def _mesh(options: argparse.Namespace) -> Any:
+    """The mesh that was asked for; else all devices on the model axis."""
+    import jax
+
+    import kimi_jax as kj
+
+    data, model = options.mesh or (1, jax.device_count())
+    return kj.make_mesh(data, model)
+
+
+def _placement(options: argparse.Namespace) -> Any:
+    """The placement that `--place` spells: names with JSON values, plain words or a,b lists."""
+    import kimi_jax as kj
+
+    fields = {field.name: field.default for field in dataclasses.fields(kj.Placement)}
+    values = {}
+    for name, text in options.place or []:
+        if name not in fields:
+            raise Refused(f"--place {name}=...: no such option, there are {', '.join(fields)}")
+        if isinstance(fields[name], tuple):
+            values[name] = tuple(part for part in text.split(",") if part)
+        else:
+            values[name] = int(text) if text.isdecimal() else text
+    return kj.Placement(**values)
 
 
 def _keep_programs() -> None:
@@ -229,7 +392,7 @@ def _keep_programs() -> None:
 
 def _check_folder(path: Path) -> None:
     if not path.is_dir():
-        raise Refused(f"{path}: no such folder")
+        raise Refused(f"{path}: {'a file and not a' if path.exists() else 'no such'} folder")
     if not (path / "config.json").is_file():
         raise Refused(f"{path}: no checkpoint, it has no config.json")
 
@@ -250,7 +413,9 @@ def _print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str
     console = Console(markup=False, highlight=False)
     if not console.is_terminal:
         console.width = 160  # a file or a pipe has no width to keep to
-    console.print(table)
+    with console.capture() as said:  # rich would end the program where a pipe is closed
+        console.print(table)
+    _write(said.get())
 
 
 def _say_bytes(count: int) -> str:
@@ -275,7 +440,7 @@ def _generate(options: argparse.Namespace) -> int:
         "logprobs": options.logprobs or False,
     }
     _keep_programs()
-    model = _load(options.model, options.dtype)
+    model = _load(options.model, options)
     if len(prompts) == 1 and not options.json:
         _stream(model, prompts[0], settings)
         return 0
@@ -290,6 +455,10 @@ def _prompts(options: argparse.Namespace) -> list[str] | list[list[int]]:
         raise Refused("no prompt: give one, or - to read it from standard input")
     if options.logprobs is not None and options.logprobs < 1:
         raise Refused(f"--logprobs must be a positive number of tokens, got {options.logprobs}")
+    if 3.4e38 < options.temperature < math.inf:
+        raise Refused(f"--temperature {options.temperature:g} is more than a float32 holds")
+    if options.prompts.count("-") > 1:
+        raise Refused("- stands for standard input, which can be one prompt only")
     texts = [sys.stdin.read().removesuffix("\n") if p == "-" else p for p in options.prompts]
     if not options.tokens:
         return texts
@@ -320,11 +489,10 @@ def _stream(model: Any, prompt: str | list[int], settings: dict[str, Any]) -> No
     if logprobs:
         _print_logprobs(model, logprobs)
     prefill, decode = times[1] - times[0], times[-1] - times[1]
-    print(
-        f"kimi-jax: compiled in {compiling:.1f} s; {len(ids)} prompt tokens, prefill "
+    _say(
+        f"compiled in {compiling:.1f} s; {len(ids)} prompt tokens, prefill "
         f"{len(ids) / prefill:.0f} tok/s; {tokens} new tokens, decode "
-        f"{(len(times) - 2) / decode if decode else 0:.0f} tok/s; ended by {reason}",
-        file=sys.stderr,
+        f"{(len(times) - 2) / decode if decode else 0:.0f} tok/s; ended by {reason}"
     )
 
 
@@ -374,6 +542,32 @@ def _print_logprobs(model: Any, logprobs: Sequence[Any]) -> None:
         for one in logprobs
     ]
     _print_table("log-probabilities in nats", ("token", "its own", "best"), rows)
+
+
+# plan
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from .plan import plan, verdict
+
+    config, place = _named_config(options.config), _placement(options)
+    mesh = {"data": options.data, "model": options.model}
+    if options.context is not None and options.context > config.max_positions:
+        raise Refused(
+            f"--context {options.context} is over the model's {config.max_positions} tokens"
+        )
+    made = plan(
+        config, mesh, place, batch=options.batch, context=options.context, dtype=options.dtype
+    )
+    if options.json:
+        totals = {"weights": made.weight_bytes, "state": made.state_bytes, "all": made.total_bytes}
+        fits = {f"{size:g}": made.fits(size * 1e9) for size in options.hbm}
+        print(json.dumps({"terms": made.terms, "bytes": totals, "fits": fits}))
+        return 0
+    print(made)
+    for size in options.hbm:
+        print(f"\n{size:g} GB a device: {verdict(made, size * 1e9)}")
+    return 0
 
 
 # inspect
@@ -510,22 +704,31 @@ def _part(name: str, config: Any) -> str:
 # bench
 
 
+_RUN_DEFAULTS = {"shape": "mini", "prompt": 512, "batch": [1, 8], "steps": 16, "context": None}
+_COMPILE_DEFAULTS = {"shape": None, "prompt": 1, "batch": [1], "steps": None, "context": 4096}
+
+
 def _bench(options: argparse.Namespace) -> int:
+    defaults = _COMPILE_DEFAULTS if options.compile else _RUN_DEFAULTS
+    idle = [n for n, value in defaults.items() if value is None and getattr(options, n) is not None]
+    if idle:
+        kind = "--compile runs nothing and" if options.compile else "only --compile"
+        raise Refused(f"{kind} takes {'no ' if options.compile else ''}--{', --'.join(idle)}")
+    for name, value in defaults.items():
+        setattr(options, name, getattr(options, name) or value)
     if options.dtype == "float64" and (options.compile or options.shape != "shipped"):
         raise Refused("--dtype float64 is for --shape shipped")
-    if options.compile:
-        columns, rows = _COMPILE_COLUMNS, [_compile_step(options)]
-        title = f"a decode step of {options.compile}, one token, {_COMPILE_CONTEXT} slots"
-    else:
-        model = _bench_model(options)
-        columns, rows = _SPEED_COLUMNS, list(_measure(model, options))
-        title = f"{options.shape}, {model.dtype}, {model.mesh.devices.flat[0].device_kind}"
+    mesh, place = _mesh(options), _placement(options)
+    measure = _compiled if options.compile else _experts if options.experts else _speed
+    title, columns, rows = measure(options, mesh, place)
     if options.json:
         for row in rows:
             print(json.dumps(dict(zip(columns, row, strict=True))))
         return 0
     said = [[_say_cell(*cell) for cell in zip(columns, row, strict=True)] for row in rows]
     _print_table(title, [column.replace("_", " ") for column in columns], said)
+    if options.experts:
+        _advise(mesh, rows)
     return 0
 
 
@@ -535,35 +738,58 @@ def _say_cell(column: str, value: str | int | float) -> str:
     return _say_bytes(int(value)) if column.endswith("_bytes") else str(value)
 
 
-_COMPILE_CONTEXT = 4096
-_COMPILE_COLUMNS = ("trace_s", "lower_s", "compile_s", "argument_bytes", "temporary_bytes")
-_SPEED_COLUMNS = ("step", "batch", "tokens", "compile_s", "step_ms", "tokens_per_s")
-
-
-def _compile_step(options: argparse.Namespace) -> tuple[float | int, ...]:
-    """Compiles a whole decode step from shapes; no weight exists."""
-    import jax
-    import jax.numpy as jnp
-
-    from .model import declare
+def _compiled(options: argparse.Namespace, mesh: Any, place: Any) -> tuple[str, Any, list]:
+    from . import bench
     from .runner import make_program
 
-    config = _named_config(options.compile)
-    dtype = options.dtype or "bfloat16"
-    program = make_program(config, dtype=dtype, packed=config.quantized, scan=True)
-    weights = {w.path: jax.ShapeDtypeStruct(w.shape, w.dtype) for w in declare(program.declared)}
-    slots = min(_COMPILE_CONTEXT, config.max_positions)
-    state = jax.eval_shape(lambda: program.empty(1, slots))
-    ids = jax.ShapeDtypeStruct((1, 1), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
-    times = [time.perf_counter()]
-    traced = program.step.trace(weights, state, *ids)
-    times.append(time.perf_counter())
-    lowered = traced.lower()
-    times.append(time.perf_counter())
-    memory = lowered.compile().memory_analysis()
-    times.append(time.perf_counter())
-    seconds = (end - begin for begin, end in itertools.pairwise(times))
-    return (*seconds, memory.argument_size_in_bytes, memory.temp_size_in_bytes)
+    config, dtype = _named_config(options.compile), options.dtype or "bfloat16"
+    program = make_program(config, mesh, place, dtype, packed=config.quantized, scan=True)
+    slots = min(options.context, config.max_positions)
+    (B, *_), T = options.batch, options.prompt
+    title = f"a step of {options.compile}, {B} x {T} tokens, {slots} slots, {_say_mesh(mesh)}"
+    return title, bench.COMPILE_COLUMNS, [bench.compile_step(program, B, T, slots)]
+
+
+def _speed(options: argparse.Namespace, mesh: Any, place: Any) -> tuple[str, Any, list]:
+    from . import bench
+
+    config = _bench_config(options)
+    needed = options.prompt + options.steps + 1  # the first step is not timed
+    if needed > config.max_positions:
+        raise Refused(
+            f"--prompt {options.prompt} and --steps {options.steps} need a context of {needed} "
+            f"tokens, and that of --shape {options.shape} is {config.max_positions}"
+        )
+    if options.shape == "shipped":
+        model = _load(SHIPPED, options)
+    else:
+        model = bench.random_model(config, mesh, place, options.dtype)
+    title = f"{options.shape}, {model.dtype}, {_say_mesh(mesh)}"
+    rows = list(bench.speed(model, options.prompt, options.batch, options.steps))
+    return title, bench.SPEED_COLUMNS, rows
+
+
+def _experts(options: argparse.Namespace, mesh: Any, place: Any) -> tuple[str, Any, list]:
+    from . import bench
+
+    if mesh.size == 1:
+        raise Refused("--experts compares ways over several devices: give --devices or --mesh")
+    rows = list(bench.experts(_bench_config(options), mesh, place, options.dtype))
+    return f"experts of {options.shape}, {_say_mesh(mesh)}", bench.EXPERTS_COLUMNS, rows
+
+
+def _advise(mesh: Any, rows: list) -> None:
+    from . import bench
+
+    below = bench.local_below(rows)
+    place = f'Placement(experts="auto", local_below={below})'
+    _write(f"here: {place}, or --place experts=auto --place local_below={below}\n")
+
+
+def _say_mesh(mesh: Any) -> str:
+    from .placement import mesh_sizes, say_mesh
+
+    return f"{say_mesh(mesh_sizes(mesh))} ({mesh.devices.flat[0].device_kind})"
 
 
 def _named_config(name: str) -> Any:
@@ -573,97 +799,16 @@ def _named_config(name: str) -> Any:
     if name in named:
         return named[name]()
     if not Path(name).exists():
-        raise Refused(f"--compile takes k3, k3.1 or the path of a config; {name!r} is none")
+        raise Refused(f"{name!r} is neither k3, k3.1 nor the path of a config")
+    if Path(name).is_dir():
+        _check_folder(Path(name))
     return Config.from_hf(name)
 
 
-def _mini(sparse: bool) -> Any:
-    """The shape for measuring: nine layers that a laptop holds, every part of K3 among them."""
+def _bench_config(options: argparse.Namespace) -> Any:
+    from . import bench
     from .config import Config
 
-    index = {"index_heads": 4, "index_dim": 32, "index_topk": 256} if sparse else {}
-    return dataclasses.replace(
-        Config.k3_1() if sparse else Config.k3(),
-        **{"hidden": 1024, "layers": 9, "vocab": 8192, "mla_layers": (3, 7, 8)},
-        **{"residual_block": 4, "max_positions": 65536, "dense_ffn": 2048},
-        **{"kda_heads": 16, "kda_key_dim": 64, "kda_value_dim": 64},
-        **{"heads": 16, "q_rank": 256, "kv_rank": 128, "nope_dim": 64, "rope_dim": 32},
-        **{"value_dim": 64, "experts": 64, "active_experts": 8, "latent": 512, "expert_ffn": 256},
-        **{"bos": None, "eos": (), "pad": None},
-        **index,
-    )
-
-
-def _bench_model(options: argparse.Namespace) -> Any:
-    from .model import build
-    from .runner import Model, make_program
-
     if options.shape == "shipped":
-        return _load(SHIPPED, options.dtype)
-    program = make_program(_mini(options.shape == "mini-dsa"), dtype=options.dtype)
-    weights = build(program.declared, program.place, program.mesh, _random_read(program))
-    return Model(program, weights)
-
-
-def _random_read(program: Any) -> Callable:
-    """Random weights that keep the size of what runs through them, made when they are asked for."""
-    import numpy as np
-
-    from .model import declare
-
-    shapes = {
-        name: w.shape[w.dims[0] == "G" :] for w in declare(program.declared) for name in w.names
-    }
-    rng = np.random.default_rng(0)
-
-    def read(name: str, index: tuple[slice, ...]) -> np.ndarray:
-        role = name.rsplit(".", 1)[-1]
-        shape = [len(range(size)[cut]) for size, cut in zip(shapes[name], index, strict=True)]
-        if ".experts." in name:
-            low, high = (118, 123) if role.startswith("s_") else (0, 256)
-            return rng.integers(low, high, shape, np.uint8)
-        if role.endswith("norm"):
-            return np.ones(shape, np.float32)
-        if role == "a_log":
-            return np.log(rng.uniform(1, 16, shape)).astype(np.float32)
-        return rng.standard_normal(shape, np.float32) * np.float32(shapes[name][-1] ** -0.5)
-
-    return read
-
-
-def _measure(model: Any, options: argparse.Namespace) -> Iterator[tuple[str | int | float, ...]]:
-    """A row for prefill, of the first batch size, and one for decode of each batch size."""
-    import numpy as np
-
-    from .runner import capacity
-
-    T, steps = options.prompt, options.steps
-    slots = capacity(T + steps + 1, model.config.max_positions)
-    rng = np.random.default_rng(0)
-    for at, B in enumerate(options.batch):
-        prompts = rng.integers(0, model.config.vocab, (B, T))
-        new = [model.new_state(B, slots) for _ in range(4 if at == 0 else 1)]
-        first, *times = [_timed(model.prefill, state, prompts) for state in new]
-        if times:
-            yield _speed("prefill", B, T, first[0], [seconds for seconds, _ in times])
-        _, state = (times or [first])[-1][1]
-        seconds = []
-        for token in rng.integers(0, model.config.vocab, (steps + 1, B)):
-            took, (_, state) = _timed(model.decode, state, token)
-            seconds.append(took)
-        yield _speed("decode", B, 1, seconds[0], seconds[1:])
-
-
-def _timed(step: Callable, *inputs: Any) -> tuple[float, Any]:
-    import jax
-
-    begun = time.perf_counter()
-    results = jax.block_until_ready(step(*inputs))
-    return time.perf_counter() - begun, results
-
-
-def _speed(
-    what: str, B: int, T: int, first: float, times: Sequence[float]
-) -> tuple[str | int | float, ...]:
-    usual = statistics.median(times)
-    return what, B, T, max(0.0, first - usual), usual * 1000, B * T / usual
+        return Config.from_hf(SHIPPED)
+    return bench.mini(options.shape == "mini-dsa")

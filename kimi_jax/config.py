@@ -2,21 +2,27 @@
 
 `Config.from_hf` is the only place that knows the names a released file uses. It never fills in a
 size that the file lacks, and it honours or refuses every key that changes a result: what it
-ignores stands in `_IRRELEVANT`. All problems of a file are raised together, in one `ConfigError`.
+ignores stands in `_IRRELEVANT`, `_VISION` and `_SERVING`. All problems of a file are raised
+together, in one `ConfigError`.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+_PRINTED = 40  # problems an error prints, and layers a problem names
 
-class ConfigError(ValueError):
-    """A config that cannot be used, with every problem: each names its key and value."""
+
+class Problems(ValueError):
+    """Everything that is wrong with one `subject`; printing leaves out what comes after 40."""
+
+    subject = "the input"
 
     def __init__(self, *problems: str) -> None:
         super().__init__(*problems)
@@ -28,8 +34,15 @@ class ConfigError(ValueError):
 
     def __str__(self) -> str:
         count = len(self.problems)
-        title = f"{count} problem{'s' if count != 1 else ''} in the model config:"
-        return "\n  ".join([title, *self.problems])
+        title = f"{count} problem{'s' if count != 1 else ''} in {self.subject}:"
+        more = [f"and {count - _PRINTED} more"] if count > _PRINTED else []
+        return "\n  ".join([title, *self.problems[:_PRINTED], *more])
+
+
+class ConfigError(Problems):
+    """A config that cannot be used, with every problem: each names its key and value."""
+
+    subject = "the model config"
 
 
 @dataclass(frozen=True)
@@ -190,11 +203,20 @@ class Config:
 
 @dataclass(frozen=True)
 class _Kind:
-    """What a value must be, in words and as a test."""
+    """What a value must be, in words and as a test, and how large a number may be."""
 
     expects: str
     accepts: Callable[[Any], bool]
     convert: Callable[[Any], Any] = lambda value: value
+    most: int | None = None
+
+    def fault(self, value: Any) -> str | None:
+        """What is wrong with a value."""
+        if not self.accepts(value):
+            return f"{value!r} is not {self.expects}"
+        if self.most is not None and value > self.most:
+            return f"{value!r} is more than {self.most}"
+        return None
 
 
 def _is_int(value: Any) -> bool:
@@ -213,8 +235,12 @@ def _as_ids(value: Any) -> tuple[int, ...]:
     return (value,) if _is_int(value) else tuple(value)
 
 
-_SIZE = _Kind("a positive integer", lambda v: _is_int(v) and v > 0)
-_COUNT = _Kind("an integer of 0 or more", lambda v: _is_int(v) and v >= 0)
+_SIZE = _Kind("a positive integer", lambda v: _is_int(v) and v > 0, most=2**31 - 1)
+_COUNT = _Kind("an integer of 0 or more", lambda v: _is_int(v) and v >= 0, most=2**31 - 1)
+# What is counted out one by one, in lists and tables of names, is kept to what ends in seconds.
+_LAYER_COUNT = replace(_SIZE, most=10_000)
+_EXPERT_COUNT = replace(_SIZE, most=2**16 - 1)  # the number of an expert travels in 16 bits
+_MOST_EXPERTS = 1_000_000  # in all layers together
 _POSITIVE = _Kind("a positive finite number", lambda v: _is_number(v) and v > 0, float)
 _NEGATIVE = _Kind("a negative finite number", lambda v: _is_number(v) and v < 0, float)
 _FLAG = _Kind("true or false", lambda v: isinstance(v, bool))
@@ -243,7 +269,7 @@ class _Field:
 
 _TEXT = (
     _Field("hidden", ("hidden_size",), _SIZE),
-    _Field("layers", ("num_hidden_layers",), _SIZE),
+    _Field("layers", ("num_hidden_layers",), _LAYER_COUNT),
     _Field("vocab", ("vocab_size",), _SIZE),
     _Field("residual_block", ("attn_res_block_size",), _SIZE),
     _Field("norm_eps", ("rms_norm_eps",), _POSITIVE),
@@ -259,7 +285,7 @@ _TEXT = (
     _Field("dense_ffn", ("intermediate_size",), _SIZE),
     _Field("dense_layers", ("first_k_dense_replace",), _COUNT),
     _Field("moe_layer_freq", ("moe_layer_freq",), _SIZE),
-    _Field("experts", ("num_experts",), _SIZE),
+    _Field("experts", ("num_experts",), _EXPERT_COUNT),
     _Field("active_experts", ("num_experts_per_token",), _SIZE),
     _Field("shared_experts", ("num_shared_experts",), _SIZE),
     _Field("expert_ffn", ("moe_intermediate_size",), _SIZE),
@@ -365,6 +391,9 @@ _IRRELEVANT = frozenset(
     begin_suppress_tokens generation_config
     """.split()
 )
+# Of the top level of a released file: the model that sees, and how others serve it.
+_VISION = ("vision_", "media_", "image_", "video_")
+_SERVING = frozenset("use_unified_vision_chunk encoder_only language_only".split())
 _IRRELEVANT_QUANTIZATION = (
     frozenset("config_groups quantization_status global_compression_ratio ignore version".split()),
     frozenset("weights targets".split()),  # in a group
@@ -386,6 +415,11 @@ _RULES = (
         ("dense_layers", "layers"),
         lambda d, n: d <= n,
         "first_k_dense_replace={} exceeds num_hidden_layers={}",
+    ),
+    _Rule(
+        ("experts", "layers"),
+        lambda e, n: e * n <= _MOST_EXPERTS,
+        f"num_experts={{}} in num_hidden_layers={{}} layers are more than {_MOST_EXPERTS} in all",
     ),
     _Rule(
         ("active_experts", "experts"),
@@ -453,10 +487,10 @@ class _Section:
                 self.note(field.keys[0], f"missing, {field.kind.expects} is required")
                 return None
             return field.default
-        wrong = [key for key, value in given.items() if not field.kind.accepts(value)]
-        for key in wrong:
-            self.note(key, f"{given[key]!r} is not {field.kind.expects}")
-        if wrong:
+        faults = {key: fault for key in given if (fault := field.kind.fault(given[key]))}
+        for key, fault in faults.items():
+            self.note(key, fault)
+        if faults:
             return None
         values = list(given.values())
         if any(value != values[0] for value in values):
@@ -480,9 +514,10 @@ class _Section:
             elif value is not None and not _same(value, rule.value):
                 self.note(key, f"{value!r} is not supported, only {rule.value!r}")
 
-    def check_unknown(self, known: Iterable[str]) -> None:
+    def check_unknown(self, known: Iterable[str], where: str = "") -> None:
         for key in sorted(self.values.keys() - set(known)):
-            self.note(key, f"unknown, and may change the result (value {self.values[key]!r})")
+            value = self.values[key]
+            self.note(key, f"unknown{where}, and may change the result (value {value!r})")
 
 
 def _same(value: Any, wanted: Any) -> bool:
@@ -494,11 +529,18 @@ def _keys(*fields: _Field) -> set[str]:
     return {key for field in fields for key in field.keys}
 
 
+_DECODER = frozenset(
+    _FIXED.keys()
+    | _keys(*_TEXT, *_GROUPS, *_TOKENS, _TIE, _GROUPED)
+    | {"num_key_value_heads", "linear_attn_config", "dsa_config", "quantization_config"}
+)
+
+
 def _load(path: Path) -> Mapping[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:  # not JSON, or not UTF-8
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested without end
         raise ConfigError(f"{file}: not a JSON file ({error})") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{file}: holds {type(values).__name__}, not a table")
@@ -519,6 +561,8 @@ def _read(file: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     values |= _read_dsa(text, top, values.get("mla_layers"))
     values["quantized"] = _read_quantization(text, top)
     _check_text(text, nested=text is not top)
+    if text is not top:
+        _check_top(top, text)
     for rule in _RULES:
         needed = [values.get(name) for name in rule.needs]
         if None not in needed and not rule.holds(*needed):
@@ -564,18 +608,25 @@ def _check_partition(
 ) -> None:
     """The two 1-indexed lists must name each of 1..layers exactly once."""
     for key, listed in (("kda_layers", kda), ("full_attn_layers", full)):
-        outside = sorted({i for i in listed if not 1 <= i <= layers})
+        outside = {i for i in listed if not 1 <= i <= layers}
         if outside:
-            linear.note(key, f"layers {outside} are outside 1..{layers}")
-        twice = sorted({i for i in listed if listed.count(i) > 1})
+            linear.note(key, f"layers {_some(outside)} are outside 1..{layers}")
+        twice = {i for i, times in Counter(listed).items() if times > 1}
         if twice:
-            linear.note(key, f"layers {twice} are listed more than once")
-    both = sorted(set(kda) & set(full))
+            linear.note(key, f"layers {_some(twice)} are listed more than once")
+    both = set(kda) & set(full)
     if both:
-        linear.note("kda_layers", f"layers {both} are in full_attn_layers too")
-    neither = sorted(set(range(1, layers + 1)) - set(kda) - set(full))
+        linear.note("kda_layers", f"layers {_some(both)} are in full_attn_layers too")
+    neither = set(range(1, layers + 1)) - set(kda) - set(full)
     if neither:
-        linear.note("kda_layers", f"layers {neither} are neither here nor in full_attn_layers")
+        note = f"layers {_some(neither)} are neither here nor in full_attn_layers"
+        linear.note("kda_layers", note)
+
+
+def _some(layers: Collection[int]) -> str:
+    """The layers in order, the first of them where they are many."""
+    more = f" and {len(layers) - _PRINTED} more" if len(layers) > _PRINTED else ""
+    return f"{sorted(layers)[:_PRINTED]}{more}"
 
 
 def _read_dsa(text: _Section, top: _Section, mla: tuple[int, ...] | None) -> dict[str, Any]:
@@ -635,11 +686,25 @@ def _check_text(text: _Section, nested: bool) -> None:
     kv_heads, heads = (text.values.get(f"num_{kind}_heads") for kind in ("key_value", "attention"))
     if kv_heads is not None and heads is not None and kv_heads != heads:
         text.note("num_key_value_heads", f"{kv_heads!r} is not num_attention_heads, {heads!r}")
-    known = _keys(*_TEXT, *_GROUPS, *_TOKENS, _TIE, _GROUPED) | _FIXED.keys() | _IRRELEVANT
-    known |= {"num_key_value_heads", "linear_attn_config", "dsa_config", "quantization_config"}
-    if not nested:
-        known |= {"vision_config", *(key for key in text.values if key.startswith("media_"))}
-    text.check_unknown(known)
+    text.check_unknown(_DECODER | _IRRELEVANT | (set() if nested else _beside_decoder(text)))
+
+
+def _check_top(top: _Section, text: _Section) -> None:
+    """Beside a text_config a key of the decoder is not read, so it may only repeat what holds."""
+    repeated = {
+        key
+        for key in _DECODER & top.values.keys()
+        if any(_same(top.values[key], held) for held in (None, text.values.get(key)))
+        or (key in _FIXED and _same(top.values[key], _FIXED[key].value))
+    }
+    read = _keys(*_TOKENS, _TIE) | {"text_config", "dsa_config", "quantization_config"}
+    known = read | repeated | _IRRELEVANT | _beside_decoder(top)
+    top.check_unknown(known, where=" beside text_config")
+
+
+def _beside_decoder(top: _Section) -> set[str]:
+    """The keys of the top level that are no matter of the decoder."""
+    return {key for key in top.values if key.startswith(_VISION)} | _SERVING
 
 
 def _linear_to_hf(config: Config) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from .placement import to_host
 from .progress import Progress
 from .tokenizer import Tokenizer
 
@@ -138,7 +139,8 @@ def allowed(
 @functools.partial(jax.jit, static_argnames=("top", "greedy"))
 def sample(
     logits: Float[Array, "B Z"],
-    keys: Key[Array, " B"],
+    seeds: Int[Array, " B"],
+    counts: Int[Array, " B"],
     settings: Float[Array, "B 4"],
     top: int,
     greedy: bool,
@@ -158,6 +160,7 @@ def sample(
     if not greedy:
         may = jax.vmap(allowed)(logits, *settings.T)
         warm = jnp.where(settings[:, :1] > 0, settings[:, :1], 1)
+        keys = step_keys(seeds, counts)
         noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32))(keys)
         drawn = jnp.argmax(
             jnp.where(may, (logits - logits.max(-1, keepdims=True)) / warm + noise, -jnp.inf), -1
@@ -169,7 +172,6 @@ def sample(
     return ids.astype(jnp.int32), usable, chosen, best_ids.astype(jnp.int32), best
 
 
-@jax.jit
 def step_keys(seeds: Int[Array, " B"], counts: Int[Array, " B"]) -> Key[Array, " B"]:
     """A key per row from its own seed and its own count of tokens: its place in a batch does not
     matter.
@@ -493,12 +495,17 @@ def _rows(model: "Model", encoded: list[list[int]], options: Options) -> list[_R
     ]
 
 
+def capacity(length: int, limit: int) -> int:
+    """Slots for a state that must hold `length` tokens: a power of two from 128 on, at most the
+    model's limit.
+    """
+    return min(max(128, 1 << (length - 1).bit_length()), limit)
+
+
 def _run(model: "Model", rows: list[_Row], options: Options, clock: _Clock) -> Iterator[None]:
     """Prefill a batch of rows and decode until all have ended; yields after each token of the
     batch.
     """
-    from .runner import capacity
-
     B = next(size for size in BATCHES if size >= len(rows))
     lengths = np.array([len(row.ids) for row in rows] + [0] * (B - len(rows)), np.int32)
     tokens = np.zeros((B, lengths.max()), np.int32)
@@ -526,11 +533,10 @@ def _choose(logits: Array, rows: list[_Row], B: int, options: Options) -> np.nda
     pad = [0] * (B - len(rows))
     s = options.sampling
     settings = np.tile(np.array([s.temperature, s.top_k, s.top_p, s.min_p], np.float32), (B, 1))
-    keys = step_keys(
-        np.array([r.seed for r in rows] + pad), np.array([len(r.tokens) for r in rows] + pad)
-    )
-    out = sample(logits, keys, settings, options.top, s.temperature == 0)
-    ids, usable, chosen, best_ids, best = map(np.asarray, out)
+    seeds = np.array([r.seed for r in rows] + pad, np.int32)
+    counts = np.array([len(r.tokens) for r in rows] + pad, np.int32)
+    out = sample(logits, seeds, counts, settings, options.top, s.temperature == 0)
+    ids, usable, chosen, best_ids, best = map(to_host, out)
     for i, row in enumerate(rows):
         if row.reason is None:
             top = tuple(zip(best_ids[i].tolist(), best[i].tolist(), strict=True))

@@ -252,24 +252,24 @@ class KDA(nnx.Module):
         H, K, V = config.kda_heads, config.kda_key_dim, config.kda_value_dim
         wide = at_least_float32(dtype)
         self.config = config
-        self.w_q = weight(dtype, HK=H * K, D=D)
-        self.w_k = weight(dtype, HK=H * K, D=D)
-        self.w_v = weight(dtype, HV=H * V, D=D)
-        self.conv_q = weight(wide, HK=H * K, W=W)
-        self.conv_k = weight(wide, HK=H * K, W=W)
-        self.conv_v = weight(wide, HV=H * V, W=W)
+        self.w_q = weight(dtype, HK=(H, K), D=D)
+        self.w_k = weight(dtype, HK=(H, K), D=D)
+        self.w_v = weight(dtype, HV=(H, V), D=D)
+        self.conv_q = weight(wide, HK=(H, K), W=W)
+        self.conv_k = weight(wide, HK=(H, K), W=W)
+        self.conv_v = weight(wide, HV=(H, V), W=W)
         self.w_decay_a = weight(dtype, K=K, D=D)
-        self.w_decay_b = weight(dtype, HK=H * K, K=K)
+        self.w_decay_b = weight(dtype, HK=(H, K), K=K)
         self.a_log = weight(wide, H=H)
-        self.dt_bias = weight(wide, HK=H * K)
+        self.dt_bias = weight(wide, HK=(H, K))
         self.w_beta = weight(dtype, H=H, D=D)
         self.o_norm = weight(wide, V=V)
         if config.full_rank_gate:
-            self.w_gate = weight(dtype, HV=H * V, D=D)
+            self.w_gate = weight(dtype, HV=(H, V), D=D)
         else:
             self.w_gate_a = weight(dtype, V=V, D=D)
-            self.w_gate_b = weight(dtype, HV=H * V, V=V)
-        self.w_o = weight(dtype, D=D, HV=H * V)
+            self.w_gate_b = weight(dtype, HV=(H, V), V=V)
+        self.w_o = weight(dtype, D=D, HV=(H, V))
 
     def __call__(
         self, x: Float[Array, "B T D"], state: KDAState, step: Step

@@ -17,10 +17,17 @@ class Expert(nnx.Param):
     """A weight of the routed experts: read in place by (layer, expert), never copied whole."""
 
 
-def weight(dtype: DTypeLike, kind: type[nnx.Param] = nnx.Param, **dims: int) -> nnx.Param:
-    """Declare a weight: its dims by letter give shape and sharding. Nothing is allocated."""
-    shape = jax.ShapeDtypeStruct(tuple(dims.values()), dtype)
-    return kind(shape, dims=tuple(dims), eager_sharding=False)
+def weight(
+    dtype: DTypeLike, kind: type[nnx.Param] = nnx.Param, **dims: int | tuple[int, int]
+) -> nnx.Param:
+    """Declare a weight: its dims by letter give shape and sharding. Nothing is allocated.
+
+    A dim of things that are never cut apart is a pair: HK=(H, K) has H K places, cut by head.
+    """
+    pairs = [size if isinstance(size, tuple) else (size, 1) for size in dims.values()]
+    shape = jax.ShapeDtypeStruct(tuple(count * size for count, size in pairs), dtype)
+    counts = tuple(count for count, _ in pairs)
+    return kind(shape, dims=tuple(dims), counts=counts, eager_sharding=False)
 
 
 def at_least_float32(dtype: DTypeLike) -> jnp.dtype:

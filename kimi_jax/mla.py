@@ -134,14 +134,14 @@ class MLA(nnx.Module):
         self.config = config
         self.w_q_a = weight(dtype, Q=Q, D=D)
         self.q_norm = weight(dtype, Q=Q)
-        self.w_q_b = weight(dtype, HK=H * K, Q=Q)
+        self.w_q_b = weight(dtype, HK=(H, K), Q=Q)
         self.w_kv_a = weight(dtype, R=config.latent_row, D=D)
         self.kv_norm = weight(dtype, C=C)
         self.w_k_b = weight(dtype, H=H, N=N, C=C)
         self.w_v_b = weight(dtype, H=H, V=V, C=C)
         if config.mla_output_gate:
-            self.w_gate = weight(dtype, HV=H * V, D=D)
-        self.w_o = weight(dtype, D=D, HV=H * V)
+            self.w_gate = weight(dtype, HV=(H, V), D=D)
+        self.w_o = weight(dtype, D=D, HV=(H, V))
         if config.sparse:
             self.indexer = Indexer(config, dtype)
 

@@ -3,6 +3,7 @@ are declared and built.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from .kda import KDA
 from .layers import MLP, Expert, at_least_float32, linear_wide, rms_norm, weight
 from .mla import MLA
 from .moe import MoE
-from .placement import Placement, enter, leave
+from .placement import Placement, Sizes, mesh_sizes
 from .residual import Mix, push
 from .state import KDAState, MLAState, State, Step, cache_dtype
 
@@ -56,10 +57,9 @@ class Layer(nnx.Module):
         with jax.named_scope("attention"):
             h, mixed = self.attention_residual(x, bank, count)
             x, bank, count = push(x, bank, count, index % block == 0)
-            partial, state = self.attention(
-                enter(rms_norm(h, self.attention_norm[...], eps), step), state, step
-            )
-            x = x + leave(partial)
+            rows = step.place.enter(rms_norm(h, self.attention_norm[...], eps), len(step.lengths))
+            partial, state = self.attention(rows, state, step)
+            x = x + step.place.leave(partial)
         with jax.named_scope("mlp"):
             h, mixed_mlp = self.mlp_residual(x, bank, count)
             x = x + self._mlp(rms_norm(h, self.mlp_norm[...], eps), step)
@@ -128,7 +128,9 @@ class Stack(nnx.Module):
             if isinstance(param, nnx.Param):
                 one = param.get_value()
                 param.set_value(jax.ShapeDtypeStruct((span.groups, *one.shape), one.dtype))
-                param.set_metadata(dims=("G", *param.get_metadata()["dims"]))
+                meta = param.get_metadata()
+                param.set_metadata(dims=("G", *meta["dims"]))
+                param.set_metadata(counts=(span.groups, *meta["counts"]))
 
     def __call__(
         self, x: Array, bank: Array, states: list, step: Step
@@ -205,15 +207,16 @@ class Kimi(nnx.Module):
     def head_logits(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows Z"]:
         """Logits in at least float32, whole on every rank."""
         w = self.embed if self.config.tie_embeddings else self.head
-        return collectives.all_gather(linear_wide(x, w[...]), x.ndim - 1)
+        whole = collectives.all_gather(linear_wide(x, w[...]), x.ndim - 1)
+        return whole[..., : self.config.vocab]  # a padded vocabulary ends in ids that do not exist
 
 
 def new_state(
-    config: Config, dtype: DTypeLike, stacks: tuple[Span, ...], B: int, S: int, ranks: int = 1
+    config: Config, dtype: str, stacks: tuple[Span, ...], B: int, S: int, H: int, on_cpu: bool
 ) -> State:
-    """An empty state of B rows and S slots, its heads cut over `ranks`."""
-    H, K, V = config.kda_heads // ranks, config.kda_key_dim, config.kda_value_dim
-    W1, wide, stored = config.conv_width - 1, at_least_float32(dtype), cache_dtype(jnp.dtype(dtype))
+    """An empty state of B rows, S slots and H KDA heads."""
+    K, V, W1 = config.kda_key_dim, config.kda_value_dim, config.conv_width - 1
+    wide, stored = at_least_float32(dtype), cache_dtype(jnp.dtype(dtype), on_cpu)
 
     def layer(index: int, G: int) -> KDAState | MLAState:
         if config.is_mla(index):
@@ -236,20 +239,26 @@ class Declared:
     shape: tuple[int, ...]
     dtype: jnp.dtype
     dims: tuple[str, ...]
+    counts: tuple[int, ...]  # of things that are never cut apart, dim by dim
     names: tuple[str, ...]  # one per group, or the one name of a weight outside the layers
+
+    def placed(self, place: Placement, sizes: Sizes) -> tuple[int, ...]:
+        """Its shape on a mesh, completed where the placement pads."""
+        return place.whole(self.dims, self.counts, self.shape, sizes)
 
 
 def declare(model: Kimi) -> Iterator[Declared]:
     """Every weight of a declared model, in order. Costs no memory at any size."""
     for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        value, dims = param.get_value(), param.get_metadata()["dims"]
+        value, meta = param.get_value(), param.get_metadata()
         names = (".".join(map(str, path)),)
         if path[0] == "stacks":
             span = model.stacks[int(str(path[1]))].span
             tail = ".".join(map(str, path[4:]))
             layers = (span.layer(int(str(path[3])), g) for g in range(span.groups))
             names = tuple(f"layers.{layer}.{tail}" for layer in layers)
-        yield Declared(path, value.shape, jnp.dtype(value.dtype), dims, names)
+        dtype = jnp.dtype(value.dtype)
+        yield Declared(path, value.shape, dtype, meta["dims"], meta["counts"], names)
 
 
 def build(
@@ -259,27 +268,56 @@ def build(
     read: Read,
     done: Callable[[int], None] = lambda n: None,
 ) -> dict:
-    """Fill a declared model: path -> array on the mesh, each device's slice asked of `read(name,
-    index)` alone.
+    """Fill a declared model: path -> array on the mesh. `read(name, index)` is asked once for each
+    slice that this process' devices hold, however many of them hold it.
+
+    A slice goes to its devices before the next is read, so that the host holds one at a time.
     """
     weights = {}
     for w in declare(model):
-        sharding = NamedSharding(mesh, place.spec(w.dims))
-
-        def fill(index: Any, w: Declared = w) -> np.ndarray:
-            if w.dims[0] != "G":
-                return _fit(read(w.names[0], index), w, index)
-            parts = [_fit(read(name, index[1:]), w, index[1:]) for name in w.names[index[0]]]
-            return parts[0][None] if len(parts) == 1 else np.stack(parts)
-
-        weights[w.path] = jax.make_array_from_callback(w.shape, sharding, fill)
-        done(weights[w.path].nbytes)
+        shape, sharding, parts = w.placed(place, mesh_sizes(mesh)), _sharding(w, place, mesh), []
+        for spans, devices in _holders(shape, sharding).items():
+            part = _slice_of(w, spans, read)
+            parts += jax.block_until_ready([jax.device_put(part, one) for one in devices])
+            done(part.nbytes)
+        weights[w.path] = jax.make_array_from_single_device_arrays(shape, sharding, parts)
     return weights
 
 
+def slice_sizes(w: Declared, place: Placement, mesh: Mesh) -> list[int]:
+    """The numbers in each slice of a weight that `build` asks for in this process."""
+    holders = _holders(w.placed(place, mesh_sizes(mesh)), _sharding(w, place, mesh))
+    return [math.prod(stop - start for start, stop in spans) for spans in holders]
+
+
+def _sharding(w: Declared, place: Placement, mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, place.spec(w.dims))
+
+
+def _holders(shape: tuple[int, ...], sharding: NamedSharding) -> dict[tuple, list]:
+    """The slices that this process holds, as (start, stop) of each dim, and the devices of each."""
+    holders: dict[tuple, list] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        spans = tuple(cut.indices(size)[:2] for cut, size in zip(index or (), shape, strict=True))
+        holders.setdefault(spans, []).append(device)
+    return holders
+
+
+def _slice_of(w: Declared, spans: tuple[tuple[int, int], ...], read: Read) -> np.ndarray:
+    """One slice of a weight, read group by group; zeros where it is completed beyond its shape."""
+    out = np.zeros([stop - start for start, stop in spans], w.dtype)
+    real = [slice(min(a, n), min(b, n)) for (a, b), n in zip(spans, w.shape, strict=True)]
+    filled = tuple(slice(0, cut.stop - cut.start) for cut in real)
+    if w.dims[0] != "G":
+        out[filled] = _fit(read(w.names[0], tuple(real)), w, tuple(real))
+        return out
+    for at, name in enumerate(w.names[real[0]]):
+        out[at][filled[1:]] = _fit(read(name, tuple(real[1:])), w, tuple(real[1:]))
+    return out
+
+
 def _fit(array: np.ndarray, w: Declared, index: tuple[slice, ...]) -> np.ndarray:
-    whole = w.shape[-len(index) :]
-    shape = tuple(len(range(size)[cut]) for size, cut in zip(whole, index, strict=True))
+    shape = tuple(cut.stop - cut.start for cut in index)
     if array.shape != shape:
         raise ValueError(f"{w.names[0]}: read {array.shape}, the model declares {shape}")
-    return np.ascontiguousarray(array).astype(w.dtype, copy=False)
+    return array

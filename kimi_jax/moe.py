@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt
 
-from . import mxfp4
+from . import collectives, mxfp4
 from .config import Config
 from .layers import (
     MLP,
@@ -172,16 +172,109 @@ def grouped(
     return jax.lax.fori_loop(0, block_ends[-1], one, jnp.zeros(z.shape, at_least_float32(z.dtype)))
 
 
+FORMS = {"dense": dense, "grouped": grouped}
+
+
+def run_own(
+    z: Float[Array, "P L"],
+    ids: Int[Array, "P A"],
+    weights: Float[Array, "P A"],
+    experts: Experts,
+    step: Step,
+) -> Float[Array, "P L"]:
+    """The sum over those experts of each row that this rank owns; the others add nothing."""
+    held = experts.w_gate.shape[1]
+    local = jnp.where(ids >= 0, ids - collectives.rank(step.place.expert_axes) * held, -1)
+    return FORMS[step.forms.moe](z, local, weights, experts, step.group)
+
+
+def to_bits(*arrays: Array) -> UInt[Array, "... X"]:
+    """Arrays side by side along their last dim as bits: unsigned integers as wide as the first's
+    numbers. Numbers of the others may be wider, whole numbers go by value.
+    """
+    bits = jnp.dtype(f"uint{8 * arrays[0].dtype.itemsize}")
+    columns = [
+        x.astype(bits)
+        if jnp.issubdtype(x.dtype, jnp.integer)
+        else jax.lax.bitcast_convert_type(x, bits).reshape(*x.shape[:-1], -1)
+        for x in arrays
+    ]
+    return jnp.concatenate(columns, axis=-1)
+
+
+def of_bits(bits: UInt[Array, "... X"], *widths: tuple[int, DTypeLike]) -> list[Array]:
+    """`to_bits` undone: the arrays of so many numbers of a type in each row."""
+    arrays, first = [], 0
+    for width, dtype in widths:
+        dtype = jnp.dtype(dtype)
+        whole = jnp.issubdtype(dtype, jnp.integer)
+        each = 1 if whole else dtype.itemsize // bits.dtype.itemsize
+        part = bits[..., first : first + width * each]
+        first += width * each
+        if whole:
+            arrays.append(part.astype(dtype))
+        else:
+            split = part.reshape(*part.shape[:-1], width, each) if each > 1 else part
+            arrays.append(jax.lax.bitcast_convert_type(split, dtype))
+    return arrays
+
+
+def dispatched(
+    z: Float[Array, "c L"],
+    ids: Int[Array, "c A"],
+    weights: Float[Array, "c A"],
+    experts: Experts,
+    step: Step,
+) -> Float[Array, "c L"]:
+    """The complete sums of this rank's own rows, each sent once to every rank that owns some of its
+    experts, and back.
+
+    A message is the latent row with the numbers and weights of that rank's experts behind it; a
+    number 0 is none, so a row of zeros asks for nothing. At most c rows go to a rank: none is ever
+    dropped. What returns is rounded to the type of z and summed in at least float32, in rank order.
+    """
+    axes, (c, L), A = step.place.expert_axes, z.shape, ids.shape[1]
+    n, held = collectives.ranks(axes), experts.w_gate.shape[1]
+    if n == 1:
+        return run_own(z, ids, weights, experts, step)
+    numbers = jnp.arange(n, dtype=jnp.int32)
+    owner = jnp.where(ids >= 0, ids // held, -1)
+    wanted = jnp.any(owner[..., None] == numbers, axis=1)
+    slot = jnp.cumsum(wanted, 0, dtype=jnp.int32) - 1
+    own = jnp.arange(c, dtype=jnp.int32)[:, None]
+    rows = jnp.full((n, c), c, jnp.int32)
+    rows = rows.at[numbers, jnp.where(wanted, slot, c)].set(own, mode="drop")
+    take = lambda x, fill: x.at[rows].get(mode="fill", fill_value=fill)  # noqa: E731
+    theirs = take(owner, -1) == numbers[:, None, None]
+    message = to_bits(
+        take(z, 0),
+        jnp.where(theirs, take(ids, 0) % held + 1, 0),
+        jnp.where(theirs, take(weights, 0), 0),
+    )
+    counts = None
+    if step.forms.transport == "ragged":
+        counts = collectives.gather_counts(wanted.sum(0, dtype=jnp.int32), axes)
+    asked = collectives.exchange(message, counts, axes).reshape(n * c, -1)
+    there = of_bits(asked, (L, z.dtype), (A, jnp.int32), (A, weights.dtype))
+    done = FORMS[step.forms.moe](there[0], there[1] - 1, there[2], experts, step.group)
+    blocks = done.astype(z.dtype).reshape(n, c, L)
+    returned = collectives.exchange(blocks, None if counts is None else counts.T, axes)
+    total = jnp.zeros((c, L), at_least_float32(z.dtype))
+    for j in range(n):
+        total += jnp.where(wanted[:, j, None], widen(returned[j, slot[:, j]]), 0)
+    return total
+
+
 class MoE(nnx.Module):
     """The latent MoE sublayer: w_up rmsnorm(sum of experts of w_down x) + shared(x)."""
 
     def __init__(self, config: Config, dtype: DTypeLike, packed: bool):
         D, E, L = config.hidden, config.experts, config.latent
         self.config = config
-        self.w_router = weight(dtype, NE=E, D=D)
+        self.w_router = weight(dtype, YE=E, D=D)
         self.router_bias = weight(at_least_float32(dtype), NE=E)
-        self.w_latent_down = weight(dtype, L=L, D=D)
-        self.w_latent_up = weight(dtype, D=D, L=L)
+        self.w_latent_down = weight(dtype, YL=L, D=D)
+        self.w_latent_up = weight(dtype, D=D, YL=L)
         if config.latent_norm:
             self.latent_norm = weight(dtype, L=L)
         self.experts = Experts(config, dtype, packed)
@@ -191,14 +284,79 @@ class MoE(nnx.Module):
     def __call__(
         self, x: Float[Array, "P D"], active: Bool[Array, " P"], step: Step
     ) -> Float[Array, "P D"]:
-        """x [P, D] -> [P, D]. Inactive rows (padding) reach no expert."""
-        ids, weights = route(linear_wide(x, self.w_router[...]), self.router_bias[...], self.config)
-        ids = jnp.where(active[:, None], ids, self.config.experts)
-        form = dense if step.forms.moe == "dense" else grouped
-        routed = form(
-            linear(x, self.w_latent_down[...]), ids, weights, self.experts, step.group
-        ).astype(x.dtype)
-        if self.config.latent_norm:  # the norm sees the complete sum
-            routed = rms_norm(routed, self.latent_norm[...], self.config.norm_eps)
-        y = linear(routed, self.w_latent_up[...])
-        return y + self.shared(x) if self.config.shared_experts else y
+        """x [P, D] -> [P, D], complete. Inactive rows (padding) reach no expert."""
+        if step.place.runs_local_experts(len(x)):
+            return self._local(x, active, step)
+        return self._exchanged(x, active, step)
+
+    def _exchanged(self, x: Array, active: Array, step: Step) -> Array:
+        """Every rank routes its own slice of the rows and closes their sums; one all-reduce joins
+        the slices and the shared experts' partial sums.
+        """
+        z, logits = self._enter(x, step)
+        ids, weights = self._route(logits, collectives.own_rows(active))
+        routed = self._norm(dispatched(z, ids, weights, self.experts, step).astype(x.dtype))
+        return collectives.all_reduce(self._leave(routed, len(x), step) + self._shared(x))
+
+    def _local(self, x: Array, active: Array, step: Step) -> Array:
+        """Every rank runs its own experts on all rows; one all-reduce closes latent and shared sums
+        together. Cut latent projections need the complete latent rows first, and take two.
+        """
+        z, logits = linear(x, self.w_latent_down[...]), linear_wide(x, self.w_router[...])
+        if step.place.latent == "whole":
+            partial = self._own_experts(z, *self._route(logits, active), step)
+            joint = collectives.all_reduce(jnp.concatenate([partial, self._shared(x)], axis=1))
+            routed, shared = joint[:, : z.shape[1]], joint[:, z.shape[1] :]
+            return linear(self._norm(routed), self.w_latent_up[...]) + shared
+        z, logits = self._split(collectives.all_gather(to_bits(z, logits)[:, None], 1), z, logits)
+        partial = self._own_experts(z, *self._route(logits, active), step)
+        routed = collectives.own_columns(self._norm(collectives.all_reduce(partial)))
+        return collectives.all_reduce(linear(routed, self.w_latent_up[...]) + self._shared(x))
+
+    def _own_experts(self, z: Array, ids: Array, weights: Array, step: Step) -> Array:
+        """The partial latent sums of this rank's experts over all ranks' rows: where experts are
+        spread over `data` too, other requests' rows are gathered, and their sums handed back.
+        """
+        axes = step.place.axes_of_other_rows
+        bits = collectives.all_gather(to_bits(z, ids + 1, weights), 0, axes)
+        z, ids, weights = of_bits(
+            bits, (z.shape[1], z.dtype), (ids.shape[1], jnp.int32), (ids.shape[1], weights.dtype)
+        )
+        partial = run_own(z, ids - 1, weights, self.experts, step).astype(z.dtype)
+        return collectives.reduce_scatter(partial, 0, axes)
+
+    def _enter(self, x: Array, step: Step) -> tuple[Array, Array]:
+        """Latent rows [c, L] and router logits [c, E] of this rank's own rows."""
+        own = collectives.own_rows(x) if step.place.latent == "whole" else x
+        z, logits = linear(own, self.w_latent_down[...]), linear_wide(own, self.w_router[...])
+        if step.place.latent == "whole":
+            return z, logits
+        return self._split(collectives.columns_to_rows(to_bits(z, logits)), z, logits)
+
+    def _split(self, bits: UInt[Array, "c n X"], z: Array, logits: Array) -> tuple[Array, Array]:
+        """Whole latent rows and logits out of every rank's columns of both."""
+        parts = of_bits(bits, (z.shape[1], z.dtype), (logits.shape[1], logits.dtype))
+        z, logits = (part.reshape(len(part), -1) for part in parts)
+        return z, logits[:, : self.config.experts]
+
+    def _leave(self, routed: Float[Array, "c L"], rows: int, step: Step) -> Float[Array, "P D"]:
+        """Own latent rows through the up projection, as a partial sum of all rows: zero outside
+        the own ones where the projection is whole.
+        """
+        if step.place.latent == "whole":
+            return collectives.among_zeros(linear(routed, self.w_latent_up[...]), rows)
+        return linear(collectives.rows_to_columns(routed, rows), self.w_latent_up[...])
+
+    def _route(self, logits: Array, active: Array) -> tuple[Array, Array]:
+        ids, weights = route(logits, self.router_bias[...], self.config)
+        return jnp.where(active[:, None], ids, -1), weights
+
+    def _norm(self, total: Array) -> Array:
+        """The latent norm; it must see the complete sum of a row."""
+        if not self.config.latent_norm:
+            return total
+        return rms_norm(total, self.latent_norm[...], self.config.norm_eps)
+
+    def _shared(self, x: Array) -> Array:
+        """This rank's partial sum of the shared experts."""
+        return self.shared(x) if self.config.shared_experts else jnp.zeros_like(x)

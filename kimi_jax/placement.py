@@ -6,18 +6,23 @@ decoder.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
-from jax.sharding import AxisType, Mesh, PartitionSpec
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from .collectives import DATA, MODEL, all_reduce
 from .config import Config
-from .state import Step
 
-# Leading letter of a dim -> the mesh axis that cuts it. A mesh axis cuts one dim, the leftmost.
-AXIS_OF_DIM = {"B": DATA, "H": MODEL, "F": MODEL, "Z": MODEL, "E": MODEL}
+# Leading letter of a dim -> the mesh axis that cuts it. E follows `expert_axes`, Y (the latent
+# projections and the router) `latent`; other letters are whole. An axis cuts one dim, the leftmost.
+AXIS_OF_DIM = {"B": DATA, "H": MODEL, "F": MODEL, "Z": MODEL}
+
+Sizes = Mapping[str, int]  # mesh axis -> ranks: all that shapes and checks need of a mesh
 
 
 class PlacementError(ValueError):
@@ -29,21 +34,39 @@ def make_mesh(data: int = 1, model: int = 1) -> Mesh:
 
     `data` cuts the requests, `model` cuts heads, feed-forward widths, vocabulary and experts.
     """
-    for name, size in (("data", data), ("model", model)):
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise PlacementError(f"mesh axis {name} must be a positive integer, got {size!r}")
+    sizes = mesh_sizes({DATA: data, MODEL: model})
     devices = jax.devices()
-    if data * model > len(devices):
+    count = math.prod(sizes.values())
+    if count > len(devices):
         raise PlacementError(
-            f"a mesh of data {data} x model {model} needs {data * model} devices, "
+            f"a mesh of {say_mesh(sizes)} needs {count} devices, "
             f"JAX has {len(devices)} ({devices[0].platform})"
         )
     return jax.make_mesh(
         (data, model),
         (DATA, MODEL),
         axis_types=(AxisType.Auto, AxisType.Auto),
-        devices=devices[: data * model],
+        devices=devices[:count],
     )
+
+
+def mesh_sizes(mesh: Mesh | Sizes) -> dict[str, int]:
+    """The ranks of both axes, of a mesh or of a table of sizes; an axis left out has one rank."""
+    given = dict(mesh.shape) if isinstance(mesh, Mesh) else dict(mesh)
+    problems = [f"unknown mesh axis {name!r}" for name in given if name not in (DATA, MODEL)]
+    problems += [
+        f"mesh axis {name} must be a positive integer, got {size!r}"
+        for name, size in given.items()
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1
+    ]
+    if problems:
+        raise PlacementError("\n".join(problems))
+    return {DATA: 1, MODEL: 1, **given}
+
+
+def say_mesh(sizes: Sizes) -> str:
+    """A mesh in words."""
+    return f"data {sizes[DATA]} x model {sizes[MODEL]}"
 
 
 _CHOICES = {
@@ -54,8 +77,13 @@ _CHOICES = {
     "latent": ("whole", "sharded"),
     "shared": ("whole", "sliced"),
     "prefill_reduce": ("sum", "two_shot", "ring_fp32", "ring_bf16"),
+    "expert_axes": ((MODEL,), (DATA, MODEL)),
 }
 _PAD = ("heads", "experts", "vocab", "dense", "shared")
+_NOT_BUILT = (
+    *("rows", "sliced_from", "keys", "helix_block", "exchange", "shared", "prefill_reduce"),
+    *("prefill_ring_rows", "ring_pieces", "ring_fp32_hops", "ring_granule_rows"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,9 +91,14 @@ class Placement:
     """Which rows, keys, experts and sums a device holds or completes. Frozen and hashable; lists
     become tuples.
 
-    On one device every answer is the same program. Options beyond the defaults raise
-    `NotImplementedError` naming the option when they are checked against a mesh, until they are
-    built.
+    `experts`: "exchange" sends each row's latent to the ranks that own its experts; "local" runs
+    every rank's experts on all rows and closes with one all-reduce, better for few rows; "auto" is
+    local in steps of fewer than `local_below` rows a data rank (`kimi-jax bench --experts` measures
+    it; 0: never). `expert_axes`: experts over ("model",) or over ("data", "model") together.
+    `latent`: "sharded" cuts the latent projections and the router too. `pad`: of "heads",
+    "experts", "vocab", "dense" and "shared", those completed with zeros where they do not divide.
+    On one device every answer is the same program. Options that are not built yet raise
+    `NotImplementedError` naming the option when they are checked.
     """
 
     rows: str = "full"
@@ -75,10 +108,10 @@ class Placement:
     exchange: str = "latents"
     experts: str = "exchange"
     local_below: int = 0
-    expert_axes: tuple[str, ...] = (MODEL,)
+    expert_axes: Sequence[str] = (MODEL,)
     latent: str = "whole"
     shared: str = "whole"
-    pad: tuple[str, ...] = ()
+    pad: Sequence[str] = ()
     prefill_reduce: str = "sum"
     prefill_ring_rows: int = 0
     ring_pieces: int = 1
@@ -86,18 +119,16 @@ class Placement:
     ring_granule_rows: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("expert_axes", "pad"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        problems = [
-            f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}"
-            for name, allowed in _CHOICES.items()
-            if getattr(self, name) not in allowed
-        ]
-        problems += [f"pad: unknown dimension {name!r}" for name in self.pad if name not in _PAD]
+        problems = list(self._tuples())
         problems += [
-            f"expert_axes: unknown mesh axis {name!r}"
-            for name in self.expert_axes
-            if name not in (DATA, MODEL)
+            f"{name} must be one of {', '.join(map(str, known))}, got {getattr(self, name)!r}"
+            for name, known in _CHOICES.items()
+            if getattr(self, name) not in known
+        ]
+        problems += [
+            f"pad: unknown dimension {name!r}, known are {', '.join(_PAD)}"
+            for name in self.pad
+            if name not in _PAD
         ]
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -108,30 +139,118 @@ class Placement:
         if problems:
             raise PlacementError("\n".join(problems))
 
-    def check(self, config: Config, mesh: Mesh) -> None:
-        """Raise unless this placement can run `config` on `mesh`; nothing is allocated before."""
-        del config
-        sizes = {axis: size for axis, size in mesh.shape.items() if size > 1}
-        if sizes:
-            raise NotImplementedError(f"a mesh of more than one device ({sizes}) is not built yet")
-        for field in dataclasses.fields(self):
-            if getattr(self, field.name) != field.default:
-                raise NotImplementedError(f"Placement.{field.name}={getattr(self, field.name)!r}")
+    def _tuples(self) -> Iterator[str]:
+        for name in ("expert_axes", "pad"):
+            value = getattr(self, name)
+            if isinstance(value, str) or not isinstance(value, Sequence):
+                yield f"{name} must be a list of names, got {value!r}"
+                value = dict(expert_axes=(MODEL,), pad=())[name]
+            object.__setattr__(self, name, tuple(value))
+
+    def check(self, config: Config, mesh: Mesh | Sizes) -> None:
+        """Raise unless this placement can run `config` on `mesh`; nothing is allocated before.
+
+        One `PlacementError` names every dimension that does not divide, with its size and the rank
+        count.
+        """
+        for name in _NOT_BUILT:
+            if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                raise NotImplementedError(f"Placement.{name}={getattr(self, name)!r}")
+        sizes = mesh_sizes(mesh)
+        problems = [
+            f"  {name}: {size} over {ranks} ranks"
+            + (f" (pad={pad!r} would complete it to {-(-size // ranks) * ranks})" if pad else "")
+            for name, size, ranks, pad in self._cuts(config, sizes)
+            if size % ranks and pad not in self.pad
+        ]
+        if problems:
+            title = f"a mesh of {say_mesh(sizes)} does not divide"
+            raise PlacementError("\n".join([f"{title}:", *problems]))
+
+    def _cuts(self, config: Config, sizes: Sizes) -> Iterator[tuple[str, int, int, str | None]]:
+        """Every dimension that is cut: its name, size, ranks, and what `pad` calls it."""
+        model, spread = sizes[MODEL], math.prod(sizes[axis] for axis in self.expert_axes)
+        dense = [config.is_dense(i) for i in range(config.layers)]
+        if config.mla_layers:
+            yield "heads", config.heads, model, "heads"
+        if config.kda_layers:
+            yield "KDA heads", config.kda_heads, model, "heads"
+        yield "vocabulary", config.vocab, model, "vocab"
+        if not all(dense):
+            yield "experts", config.experts, spread, "experts"
+        if any(dense):
+            yield "dense intermediate", config.dense_ffn, model, "dense"
+        if not all(dense) and config.shared_experts:
+            yield "shared intermediate", config.shared_ffn, model, "shared"
+        if not all(dense) and self.latent == "sharded":
+            yield "latent width", config.latent, model, None
+            if spread != model:
+                yield "router", config.experts, model, "experts"
+
+    def axes(self, dim: str) -> tuple[str, ...]:
+        """The mesh axes that cut a dim, by its leading letter; none where it is whole."""
+        letter = dim[0]
+        if letter == "E":
+            return tuple(self.expert_axes)
+        if letter == "Y":
+            return (MODEL,) if self.latent == "sharded" else ()
+        return (AXIS_OF_DIM[letter],) if letter in AXIS_OF_DIM else ()
 
     def spec(self, dims: Sequence[str]) -> PartitionSpec:
-        """The mesh axis of each dim of a weight, from the table and the dims' leading letters."""
-        axes: list[str | None] = []
+        """The mesh axes of each dim of an array, from the table and the dims' leading letters."""
+        taken: set[str] = set()
+        spec: list[str | tuple[str, ...] | None] = []
         for dim in dims:
-            axis = AXIS_OF_DIM.get(dim[0])
-            axes.append(None if axis in axes else axis)
-        return PartitionSpec(*axes)
+            axes = self.axes(dim)
+            free = axes if taken.isdisjoint(axes) else ()
+            taken |= set(free)
+            spec.append(free[0] if len(free) == 1 else free or None)
+        return PartitionSpec(*spec)
+
+    def whole(
+        self, dims: Sequence[str], counts: Sequence[int], shape: Sequence[int], sizes: Sizes
+    ) -> tuple[int, ...]:
+        """The shape that a weight takes on a mesh: cut dims completed to a multiple of their ranks.
+
+        `counts` says how many things a dim counts, where each (a head) takes several places.
+        """
+        cut = cut_ranks(self.spec(dims), sizes)
+        return tuple(
+            -(-count // n) * n * (size // count)
+            for size, count, n in zip(shape, counts, cut, strict=True)
+        )
+
+    def runs_local_experts(self, rows: int) -> bool:
+        """Whether a step of so many rows a data rank runs local experts."""
+        return self.experts == "local" or (self.experts == "auto" and rows < self.local_below)
+
+    @property
+    def axes_of_other_rows(self) -> tuple[str, ...]:
+        """The mesh axes over which experts are spread and rows are cut."""
+        return tuple(axis for axis in self.expert_axes if axis == DATA)
+
+    def enter(self, x: Float[Array, "P D"], B: int) -> Float[Array, "B T D"]:
+        """The residual rows that a rank holds -> all rows of its requests, for attention."""
+        return x.reshape(B, -1, x.shape[-1])
+
+    def leave(self, partial: Float[Array, "B T D"]) -> Float[Array, "P D"]:
+        """Partial sums of all rows -> the complete rows that a rank holds."""
+        return all_reduce(partial.reshape(-1, partial.shape[-1]))
 
 
-def enter(x: Float[Array, "P D"], step: Step) -> Float[Array, "B T D"]:
-    """The residual rows that a rank holds -> all rows of its requests, for attention."""
-    return x.reshape(*step.valid.shape, -1)
+def cut_ranks(spec: PartitionSpec, sizes: Sizes) -> tuple[int, ...]:
+    """In how many parts each dim is cut."""
+    every = (() if axes is None else (axes,) if isinstance(axes, str) else axes for axes in spec)
+    return tuple(math.prod(sizes[axis] for axis in axes) for axes in every)
 
 
-def leave(partial: Float[Array, "B T D"]) -> Float[Array, "P D"]:
-    """Partial sums of all rows -> the complete rows that a rank holds."""
-    return all_reduce(partial.reshape(-1, partial.shape[-1]))
+def to_host(x: Array) -> np.ndarray:
+    """All of an array, wherever its parts are; every process must ask for it."""
+    if x.is_fully_addressable or x.is_fully_replicated:
+        return np.asarray(x)
+    return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+
+
+def to_mesh(x: np.ndarray, sharding: NamedSharding) -> Array:
+    """An array that every process holds alike, on the mesh."""
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])

@@ -20,8 +20,9 @@ from . import generate as generation
 from .checkpoint import Checkpoint
 from .collectives import DATA, MODEL, ranks
 from .config import Config
-from .model import Kimi, build, declare, new_state, spans
-from .placement import Placement, make_mesh
+from .model import Kimi, build, declare, new_state, slice_sizes, spans
+from .placement import Placement, make_mesh, mesh_sizes, to_host, to_mesh
+from .plan import device_memory, plan, refuse_what_exceeds
 from .progress import Progress
 from .state import STATE_DIMS, Forms, State, Step
 from .tokenizer import Tokenizer
@@ -43,13 +44,6 @@ def bucket(T: int, chunk: int) -> int:
     """
     fitting = [size for size in BUCKETS if T <= size <= chunk]
     return fitting[0] if fitting else chunk if chunk >= T else -(-T // chunk) * chunk
-
-
-def capacity(length: int, limit: int) -> int:
-    """Slots for a state that must hold `length` tokens: a power of two from 128 on, at most the
-    model's limit.
-    """
-    return min(max(128, 1 << (length - 1).bit_length()), limit)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,9 +75,49 @@ class Program:
         """The mesh axes of every weight, by path."""
         return {w.path: self.place.spec(w.dims) for w in declare(self.declared)}
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The ranks of both mesh axes."""
+        return mesh_sizes(self.mesh)
+
+    @functools.cached_property
+    def weight_shapes(self) -> dict[tuple, jax.ShapeDtypeStruct]:
+        """Shape, type and sharding of every weight, by path: what a step is compiled for."""
+        return {
+            w.path: jax.ShapeDtypeStruct(
+                w.placed(self.place, self.sizes),
+                w.dtype,
+                sharding=NamedSharding(self.mesh, self.weight_specs[w.path]),
+            )
+            for w in declare(self.declared)
+        }
+
     def empty(self, B: int, S: int, ranks: int = 1) -> State:
         """An empty state of B rows and S slots, heads cut over `ranks`."""
-        return new_state(self.config, jnp.dtype(self.dtype), self.stacks, B, S, ranks)
+        heads = (self.config.kda_heads,)
+        (H,) = self.place.whole(("H",), heads, heads, self.sizes)
+        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
+        return new_state(self.config, self.dtype, self.stacks, B, S, H // ranks, on_cpu)
+
+    def state_shapes(self, B: int, S: int) -> State:
+        """`empty` as shapes with their shardings."""
+        return jax.tree.map(
+            lambda x, spec: jax.ShapeDtypeStruct(
+                x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec)
+            ),
+            jax.eval_shape(lambda: self.empty(B, S)),
+            dataclasses.replace(self.state_specs(), max_length=S),
+        )
+
+    def refuse_what_exceeds(self, batch: int, context: int) -> None:
+        """Raise `PlacementError`, with the plan, where a device cannot hold the weights and such a
+        state.
+        """
+        planned = plan(
+            self.config, self.mesh, self.place,
+            batch=batch, context=context, dtype=self.dtype, packed=self.packed,
+        )  # fmt: skip
+        refuse_what_exceeds(planned, device_memory(self.mesh))
 
     def state_specs(self) -> Any:
         """The mesh axes of every array of a state, by name."""
@@ -101,7 +135,7 @@ class Program:
         self, weights: dict, state: State, tokens: Array, lengths: Array
     ) -> tuple[Kimi, Array, State, list]:
         model = self._merge(weights)
-        step = Step.of(state.length, lengths, tokens.shape[1], self.forms)
+        step = Step.of(state.length, lengths, tokens.shape[1], self.forms, self.place)
         tokens = jnp.where(step.valid, tokens, 0)
         return model, *model(tokens, state, lengths, step)
 
@@ -156,7 +190,7 @@ class Program:
             return self._run(weights, self._local(tokens), tokens, lengths)[3]
 
         rows = PartitionSpec(DATA)
-        return self._shard(one, (rows, rows), PartitionSpec())(weights, tokens, lengths)
+        return self._shard(one, (rows, rows), PartitionSpec(None, DATA))(weights, tokens, lengths)
 
     def _local(self, tokens: Array) -> State:
         return self.empty(tokens.shape[0], tokens.shape[1], ranks(MODEL))
@@ -209,18 +243,20 @@ class Model:
         Positions at and after a row's length hold no meaning.
         """
         ids, lengths = self._checked(tokens, lengths)
-        padded, T = self._padded(ids), ids.shape[1]
-        return self.program.jitted_logits(self.weights, padded, lengths)[:, :T]
+        B, T = ids.shape
+        logits = self.program.jitted_logits(self.weights, *self._placed(ids, lengths))
+        return logits[:B, :T]
 
     def mixtures(self, tokens: Sequence[int]) -> np.ndarray:
         """How each mixture weighs the bank and the running sum: [2 * layers + 1, bank rows + 1, T],
         x last, 0 if unused.
         """
         ids, lengths = self._checked([list(tokens)], None)
-        rows = self.program.jitted_mixtures(self.weights, ids, lengths)
-        whole = np.zeros((len(rows), self.config.bank_rows + 1, ids.shape[1]))
-        for out, mixed in zip(whole, map(np.asarray, rows), strict=True):
-            out[: len(mixed) - 1], out[-1] = mixed[:-1], mixed[-1]
+        T = ids.shape[1]
+        rows = self.program.jitted_mixtures(self.weights, *self._placed(ids, lengths))
+        whole = np.zeros((len(rows), self.config.bank_rows + 1, T))
+        for out, mixed in zip(whole, map(to_host, rows), strict=True):
+            out[: len(mixed) - 1], out[-1] = mixed[:-1, :T], mixed[-1, :T]
         return whole
 
     def new_state(self, batch: int, max_length: int) -> State:
@@ -235,7 +271,8 @@ class Model:
                 f"max_length {max_length} is over the model's context of "
                 f"{self.config.max_positions} tokens"
             )
-        return _state_maker(self.program, int(batch), int(max_length))()
+        self.program.refuse_what_exceeds(int(batch), int(max_length))
+        return _state_maker(self.program, self._rows(int(batch)), int(max_length))()
 
     def prefill(self, state: State, tokens: Ids, lengths: Ids | None = None) -> tuple[Array, State]:
         """Take in right-padded new tokens [B, T] after what the state has seen: logits [B, vocab],
@@ -262,14 +299,26 @@ class Model:
         """`prefill` of checked ids, a chunk at a time."""
         logits = None
         for first in range(0, max(1, int(lengths.max(initial=0))), self.chunk):
-            piece = self._padded(ids[:, first : first + self.chunk])
-            part = np.clip(lengths - first, 0, self.chunk).astype(np.int32)
-            logits, state = self.program.step(self.weights, state, piece, part)
+            piece = ids[:, first : first + self.chunk]
+            part = np.clip(lengths - first, 0, self.chunk)
+            logits, state = self.program.step(self.weights, state, *self._placed(piece, part))
         assert logits is not None
-        return logits, state
+        return logits if len(logits) == len(ids) else logits[: len(ids)], state
 
-    def _padded(self, ids: np.ndarray) -> np.ndarray:
-        return np.pad(ids, ((0, 0), (0, bucket(ids.shape[1], self.chunk) - ids.shape[1])))
+    def _rows(self, batch: int) -> int:
+        """Rows that a batch runs as: completed with inactive ones to a multiple of the data
+        ranks.
+        """
+        return -(-batch // self.program.sizes[DATA]) * self.program.sizes[DATA]
+
+    def _placed(self, ids: np.ndarray, lengths: np.ndarray) -> tuple[Array, Array]:
+        """Ids and lengths on the mesh, completed to whole rows and to a bucket's width."""
+        B, T = ids.shape
+        more = self._rows(B) - B
+        ids = np.pad(ids, ((0, more), (0, bucket(T, self.chunk) - T))).astype(np.int32)
+        lengths = np.pad(lengths, (0, more)).astype(np.int32)
+        rows = NamedSharding(self.mesh, PartitionSpec(DATA))
+        return to_mesh(ids, rows), to_mesh(lengths, rows)
 
     def _checked(self, tokens: Ids, lengths: Ids | None) -> tuple[np.ndarray, np.ndarray]:
         """Tokens [B, T] and lengths [B] as int32, or one error that says what is wrong with
@@ -306,9 +355,10 @@ class Model:
         )
 
     def _fits(self, state: State, lengths: np.ndarray) -> None:
-        seen = np.asarray(state.length)
-        if seen.shape != lengths.shape:
+        seen = to_host(state.length)
+        if len(seen) != self._rows(len(lengths)):
             raise RequestError(f"the state holds {len(seen)} rows, the tokens {len(lengths)}")
+        seen = seen[: len(lengths)]
         over = np.flatnonzero(seen + lengths > state.max_length)
         if over.size:
             row = over[0]
@@ -366,9 +416,14 @@ def make_program(
         )
     mesh, placement = mesh or make_mesh(), placement or Placement()
     placement.check(config, mesh)
+    platform = mesh.devices.flat[0].platform
     if scan is None:
-        scan = jax.default_backend() != "cpu" or config.layers >= SCAN_FROM
-    return _shared_program(config, mesh, placement, name, scan, packed, forms or Forms())
+        scan = platform != "cpu" or config.layers >= SCAN_FROM
+    if forms is None:
+        forms = Forms(transport="padded" if platform == "cpu" else "ragged")
+    if forms.transport == "ragged" and platform == "cpu":
+        raise NotImplementedError("Forms.transport='ragged': CPUs have no ragged_all_to_all")
+    return _shared_program(config, mesh, placement, name, scan, packed, forms)
 
 
 def load(
@@ -389,7 +444,9 @@ def load(
     tokens of a row in one prefill program. `scan`: compile equal groups of layers once (default: on
     accelerators and for deep models); `forms`: definitions in place of fast forms. `progress`: show
     a bar (default: for loads over a second, on a terminal). All that the headers show to be
-    wrong is raised in one error before anything is allocated.
+    wrong is raised in one error before anything is allocated; so is a model that its devices'
+    memory cannot hold, with the plan of what each would hold. Each process reads the slices of its
+    own devices, once.
     """
     if chunk is not None and (not isinstance(chunk, int) or chunk < 1):
         raise ValueError(f"chunk must be a positive whole number of tokens, got {chunk!r}")
@@ -398,8 +455,13 @@ def load(
         program = make_program(
             config, mesh, placement, dtype, packed=checkpoint.packed, scan=scan, forms=forms
         )
+        program.refuse_what_exceeds(batch=1, context=1)
         tokenizer = Tokenizer.from_folder(path, config.vocab) if Tokenizer.is_in(path) else None
-        total = sum(w.dtype.itemsize * int(np.prod(w.shape)) for w in declare(program.declared))
+        total = sum(
+            size * w.dtype.itemsize
+            for w in declare(program.declared)
+            for size in slice_sizes(w, program.place, program.mesh)
+        )
         with Progress("loading", total, "bytes", show=progress) as bar:
             weights = build(
                 program.declared, program.place, program.mesh, checkpoint.read, bar.advance

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from .placement import Placement
+
 Leaf = Any  # an array, or what stands for one in a tree of the same form: its shape, its mesh axes
 
 
@@ -28,6 +30,8 @@ class Forms:
     mla: str = "absorbed"  # or "expanded", which selects by a full sort
     moe: str = "grouped"  # or "dense"
     chunk: int = 64  # tokens of a KDA chunk
+    # How rows travel to experts: "padded" blocks, or "ragged" ones, which CPUs cannot send.
+    transport: str = "padded"
     # "teach": attention's gradient reaches the indexer, whose choice has none.
     select: str = "plain"
 
@@ -36,6 +40,7 @@ class Forms:
             "kda": ("chunked", "recurrent"),
             "mla": ("absorbed", "expanded"),
             "moe": ("grouped", "dense"),
+            "transport": ("padded", "ragged"),
             "select": ("plain", "teach"),
         }
         problems = [
@@ -66,12 +71,16 @@ class Step:
     valid: Bool[Array, "B T"]
     group: int | Int[Array, ""]
     forms: Forms = dataclasses.field(metadata={"static": True})
+    place: Placement = dataclasses.field(default=Placement(), metadata={"static": True})
 
     @classmethod
-    def of(cls, start: Array, lengths: Array, T: int, forms: Forms) -> "Step":
+    def of(
+        cls, start: Array, lengths: Array, T: int, forms: Forms, place: Placement | None = None
+    ) -> "Step":
         """A call of at most T new tokens a row."""
         new = jnp.arange(T, dtype=jnp.int32)
-        return cls(start, lengths, start[:, None] + new, new < lengths[:, None], 0, forms)
+        valid = new < lengths[:, None]
+        return cls(start, lengths, start[:, None] + new, valid, 0, forms, place or Placement())
 
 
 def _at(array: Array, group: int | Array) -> Array:
@@ -141,10 +150,9 @@ class State:
     max_length: int = dataclasses.field(metadata={"static": True})
 
 
-def cache_dtype(dtype: jnp.dtype) -> jnp.dtype:
+def cache_dtype(dtype: jnp.dtype, on_cpu: bool) -> jnp.dtype:
     """What a cache of `dtype` is stored as: bfloat16 as its bits on CPU."""
-    bits = dtype == jnp.bfloat16 and jax.default_backend() == "cpu"
-    return jnp.dtype(jnp.uint16) if bits else jnp.dtype(dtype)
+    return jnp.dtype(jnp.uint16) if on_cpu and dtype == jnp.bfloat16 else dtype
 
 
 def from_cache(stored: Array, dtype: jnp.dtype) -> Array:

@@ -324,7 +324,7 @@ def _read_special(path: Path, problems: list[str]) -> dict[str, int]:
     try:
         added = json.loads(text)["added_tokens_decoder"]
         entries = list(added.items())
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         problems.append(f"{path.name}: not JSON with an added_tokens_decoder table")
         return {}
     special: dict[str, int] = {}

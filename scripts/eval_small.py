@@ -3,6 +3,7 @@
     python scripts/eval_small.py                       # the shipped model
     python scripts/eval_small.py FOLDER FOLDER --dtype bfloat16
     python scripts/eval_small.py --plain --json        # the plain definitions beside the fast forms
+    python scripts/eval_small.py --devices 8           # tensor and expert parallel
 
 A folder is loaded as a user loads it. Text is read in windows of 256 tokens, half of each context.
 """
@@ -16,6 +17,7 @@ from pathlib import Path
 import jax
 import numpy as np
 from book import BATCH, BOOK, SHIPPED, WINDOW, split, windows
+from jax.sharding import Mesh
 
 import kimi_jax as kj
 from kimi_jax.state import DEFINITIONS, Forms
@@ -33,9 +35,11 @@ def nats(model: kj.Model, ids: list[int]) -> float:
     return total
 
 
-def evaluate(folder: Path, dtype: str | None, forms: Forms, text: str) -> dict:
+def evaluate(
+    folder: Path, dtype: str | None, forms: Forms, text: str, mesh: Mesh | None = None
+) -> dict:
     """The dtype that ran, bits per byte of the text, its tokens, and the bytes of a token."""
-    model = kj.load(folder, dtype=dtype, forms=forms, chunk=WINDOW)
+    model = kj.load(folder, mesh, dtype=dtype, forms=forms, chunk=WINDOW)
     if model.tokenizer is None:
         raise SystemExit(f"{folder}: has no tokenizer, so its bits per byte are not defined")
     ids, size = model.tokenizer.encode(text), len(text.encode())
@@ -55,6 +59,7 @@ def parse() -> argparse.Namespace:
     p.add_argument("folders", nargs="*", type=Path, default=[SHIPPED], metavar="FOLDER")
     p.add_argument("--dtype", choices=("float32", "bfloat16", "float64"))
     p.add_argument("--plain", action="store_true", help="measure the plain definitions as well")
+    p.add_argument("--devices", type=int, default=1, metavar="N", help="CPU devices to spread over")
     p.add_argument("--json", action="store_true", help="a line of JSON for each measurement")
     return p.parse_args()
 
@@ -65,7 +70,8 @@ def measurements(options: argparse.Namespace) -> Iterator[dict]:
     forms = {"fast": Forms()} | ({"plain": DEFINITIONS} if options.plain else {})
     for folder in options.folders:
         for name, form in forms.items():
-            found = evaluate(folder, options.dtype, form, held_out)
+            mesh = kj.make_mesh(model=options.devices)
+            found = evaluate(folder, options.dtype, form, held_out, mesh)
             yield {"folder": str(folder), "forms": name, **found}
 
 
@@ -74,6 +80,8 @@ def main() -> None:
     options = parse()
     if options.dtype == "float64":
         jax.config.update("jax_enable_x64", True)
+    if options.devices > 1:
+        jax.config.update("jax_num_cpu_devices", options.devices)
     for m in measurements(options):
         how = f"{m['dtype']}, {m['forms']} forms, {m['tokens']} tokens"
         line = f"{m['folder']}: {m['bits_per_byte']:.4f} bits per byte"

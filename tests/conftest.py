@@ -8,6 +8,8 @@ import tarfile
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# A test's time is compiling: code that is not optimised compiles in half the time.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import jax
 import pytest
@@ -20,6 +22,7 @@ GOLDEN = ROOT / "tests" / "golden"
 jax.config.update(
     "jax_enable_x64", True
 )  # float64 is the yardstick; every index is pinned to int32 all the same
+jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "allow")
 jax.config.update(
     "jax_compilation_cache_dir",

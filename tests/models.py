@@ -38,6 +38,19 @@ DEEP = dataclasses.replace(
     kda_heads=2, heads=2, latent=32, dense_ffn=40, index_topk=5,
 )  # fmt: skip
 
+# Every cut size divides by 8: one layer of each kind, KDA dense, KDA with experts, MLA with
+# experts.
+MESHED = dataclasses.replace(
+    AWKWARD, layers=3, mla_layers=(2,), residual_block=2, dense_layers=1, hidden=48, vocab=80,
+    kda_heads=8, heads=8, dense_ffn=48, experts=16, active_experts=4, latent=64, index_topk=5,
+    shared_experts=1, max_positions=512,
+)  # fmt: skip
+
+# The same with sizes that divide by nothing.
+ODD = dataclasses.replace(
+    MESHED, vocab=83, kda_heads=6, heads=5, dense_ffn=41, experts=10, active_experts=3,
+)  # fmt: skip
+
 
 def write(config: kj.Config, folder, seed: int = 0) -> str:
     """A checkpoint folder of random weights."""

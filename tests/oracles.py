@@ -11,12 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from kimi_jax import mxfp4
 from kimi_jax.config import Config
 from kimi_jax.layers import Expert
 from kimi_jax.mla import MLA
 from kimi_jax.moe import Experts
+from kimi_jax.placement import make_mesh
 from kimi_jax.state import Forms, KDAState, MLAState, Step, cache_dtype
 
 # Norms, convolution, SiTU
@@ -272,6 +274,12 @@ def quick_jit(f, **options):
     return lambda *args, **kwargs: jax.device_get(compiled(*args, **kwargs))
 
 
+def on_mesh(f, data=1, model=1):
+    """f inside a shard_map over so many devices, all of its inputs and outputs whole."""
+    mesh, whole = make_mesh(data, model), PartitionSpec()
+    return jax.shard_map(f, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+
+
 def small_config(**changes) -> Config:
     """Awkward on purpose: K != V, 3 heads, widths of 12 and 5, 10 experts. No sparse attention."""
     config = Config(
@@ -350,7 +358,7 @@ def fresh_kda(config, B, dtype, fill=0.0) -> KDAState:
 
 def fresh_mla(config, B, S, dtype, fill=0.0) -> MLAState:
     """A cache of S slots as `new_state` stores it, every slot holding `fill`."""
-    stored = cache_dtype(jnp.dtype(dtype))
+    stored = cache_dtype(jnp.dtype(dtype), True)
 
     def cache(width):
         return np.full((1, B, S, width), fill, jnp.dtype(dtype)).view(stored)

@@ -93,6 +93,12 @@ def test_missing_folder(run, tmp_path):
     assert_refused(run("inspect", tmp_path / "gone"), "no such folder")
 
 
+def test_file_for_a_folder(run, saved):
+    file = saved / "config.json"
+    for command in (("generate", "a", "--model"), ("inspect",)):
+        assert_refused(run(*command, file), f"{file}: a file and not a folder")
+
+
 def test_folder_without_config(run, folder):
     (folder / "config.json").unlink()
     assert_refused(run("generate", "a", "--model", folder), "copy", "no config.json")
@@ -187,6 +193,9 @@ def test_broken_tokenizer(run, folder):
         (("a", "--max-new-tokens", "x"), "--max-new-tokens: invalid int value: 'x'"),
         (("a", "--temperature", -1), "temperature must be a finite number >= 0, got -1.0"),
         (("a", "--temperature", "nan"), "temperature must be a finite number"),
+        (("a", "--temperature", "inf"), "temperature must be a finite number"),
+        (("a", "--temperature", "1e39"), "--temperature 1e+39 is more than a float32 holds"),
+        (("-", "a", "-"), "- stands for standard input, which can be one prompt only"),
         (("a", "--top-p", 2), "top_p must lie in 0..1, got 2.0"),
         (("a", "--top-k", -1), "top_k must be a whole number >= 0"),
         (("a", "--min-p", 1.5), "min_p must lie in 0..1, got 1.5"),
@@ -223,7 +232,19 @@ def test_no_command(run, words):
 
 def test_compile_of_no_config(run, tmp_path):
     assert_refused(run("bench", "--compile", "k4"), "k3, k3.1 or the path")
-    assert_refused(run("bench", "--compile", tmp_path), "config.json")
+    assert_refused(run("bench", "--compile", tmp_path), f"{tmp_path}: no checkpoint", "config.json")
+
+
+def test_compile_takes_no_option_of_a_measurement(run):
+    words = ("bench", "--compile", "k3", "--steps", 16, "--shape", "mini")
+    assert_refused(run(*words), "--compile runs nothing and takes no --shape, --steps")
+
+
+@pytest.mark.parametrize("shape, context", [("shipped", 65536), ("mini", 64)])
+def test_bench_of_more_than_the_context(run, monkeypatch, shape, context):
+    monkeypatch.setattr(cli, "_mini", lambda sparse: CONFIG)
+    result = run("bench", "--prompt", 100_000, "--shape", shape)
+    assert_refused(result, "--prompt 100000", f"that of --shape {shape} is {context}")
 
 
 # What works.
@@ -296,6 +317,17 @@ def test_ctrl_c(run, loaded, monkeypatch):
 
     monkeypatch.setattr(cli, "_compile", interrupted)
     assert run("generate", "the cat") == (130, "the cat", "\n")
+
+
+@pytest.mark.parametrize("words", [("inspect",), ("inspect", "--all"), ("--help",)])
+def test_a_closed_pipe_is_no_error(saved, monkeypatch, capsys, words):
+    monkeypatch.setattr(cli, "SHIPPED", saved)
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as closed, monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", closed)
+        code = cli.main(words)
+    assert code == 0 and capsys.readouterr().err == ""
 
 
 def test_unforeseen_errors_keep_their_traceback(run, loaded, monkeypatch):
@@ -405,6 +437,17 @@ def test_help_teaches_by_example(capsys, command):
     assert (
         ended.value.code == 0 and f"examples:\n  kimi-jax {command}" in out and "--devices" in out
     )
+
+
+def test_help_says_what_an_option_does(capsys):
+    for command, says in {
+        "generate": ("less than P times as probable as the best one", "start of the random draws"),
+        "bench": ("number type of the computation", "with --compile bfloat16"),
+    }.items():
+        with pytest.raises(SystemExit):
+            cli.main([command, "--help"])
+        out = " ".join(capsys.readouterr().out.split())
+        assert all(part in out for part in says)
 
 
 def test_module_runs_the_command():

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kimi_jax.config import Config, ConfigError
+from kimi_jax.config import Config, ConfigError, Problems
 
 TEXT = {
     "hidden_size": 256,
@@ -267,7 +267,10 @@ def test_a_file_its_folder_and_its_content_read_alike(tmp_path):
     assert Config.from_hf(path) == Config.from_hf(str(tmp_path)) == Config.from_hf(k3_1())
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", "null"])
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[1]", "null", *(pytest.param(c * 100_000, id=f"deep {c}") for c in ("[", '{"a":'))],
+)
 def test_a_file_that_holds_no_table_is_refused_by_its_path(tmp_path, text):
     path = tmp_path / "config.json"
     path.write_text(text)
@@ -403,8 +406,44 @@ def test_tied_embeddings_that_disagree_are_refused():
     refused(k3() | {"tie_word_embeddings": True}, "tie_word_embeddings", "True", "False")
 
 
-def test_top_level_keys_beside_a_text_config_are_ignored():
-    assert Config.from_hf(k3() | {"hidden_size": 1, "anything": 2}) == Config.from_hf(k3())
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("hidden_size", 1),
+        ("moe_renormalize", 1),
+        ("num_key_value_heads", 4),
+        ("linear_attn_config", {**TEXT["linear_attn_config"], "head_dim": 64}),
+        ("sliding_window", 128),
+        ("attention_bias", True),
+        ("use_grouped_topk", False),
+        ("rotary_scaling", 2),
+    ],
+)
+def test_a_key_beside_a_text_config_that_may_matter_is_refused(key, value):
+    refused(k3() | {key: value}, f"{key}: unknown beside text_config", repr(value))
+
+
+@pytest.mark.parametrize(
+    "key", ["hidden_size", "linear_attn_config", "attention_bias", "sliding_window", "hidden_act"]
+)
+def test_a_key_beside_a_text_config_may_repeat_what_holds(key):
+    held = {**TEXT, "attention_bias": False}.get(key)
+    assert Config.from_hf(k3() | {key: held}) == Config.from_hf(k3())
+
+
+def test_the_top_level_of_a_released_file_passes():
+    """Of the model that sees, of its tokens, and what a library adds when it saves the file."""
+    released = {
+        "auto_map": {"AutoConfig": "configuration_kimi_k3.KimiK3Config"},
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "image_placeholder": "<|kimi_image_placeholder|>",
+        "video_placeholder": "<|video|>",
+        "use_unified_vision_chunk": True,
+        "transformers_version": "5.12.1",
+        "quantization_config": TEXT["quantization_config"],
+    }
+    assert Config.from_hf(k3() | released) == Config.from_hf(k3())
 
 
 @pytest.mark.parametrize("key", ["dsa_config", "quantization_config"])
@@ -509,6 +548,41 @@ def test_a_bad_value_is_refused_with_its_key(key, value):
         file.pop("tie_word_embeddings")
     shown = repr(value) if isinstance(value, int | str) else ""
     refused(file, key, shown)
+
+
+@pytest.mark.parametrize(
+    "key, value, most",
+    [
+        ("num_hidden_layers", 10**9, 10_000),
+        ("num_experts", 10**7, 65_535),
+        ("vocab_size", 2**31, 2**31 - 1),
+        ("first_k_dense_replace", 2**31, 2**31 - 1),
+        ("linear_attn_config.num_heads", 10**12, 2**31 - 1),
+    ],
+)
+def test_an_absurd_count_is_refused_before_anything_is_counted_out(key, value, most):
+    refused(plant(k3(), key, value), f"{key}: {value} is more than {most}")
+
+
+def test_layers_and_experts_are_limited_together():
+    file = with_lists([*range(1, 9_999)], [9_999, 10_000], 10_000)
+    assert Config.from_hf(plant(file, "num_experts", 100)).layers == 10_000
+    refused(plant(file, "num_experts", 101), "num_experts=101 in num_hidden_layers=10000 layers")
+
+
+def test_a_long_list_of_wrong_layers_is_found_at_once_and_cut():
+    problems = problems_of(with_lists([*range(1, 9), *range(10, 20_010)] * 2, [9], 9))
+    assert ["and 19960 more are outside 1..9" in line for line in problems] == [True, False]
+    refused(with_lists([1], [2], 10_000), "[3, 4, 5,", "42] and 9958 more are neither")
+
+
+def test_a_long_list_of_problems_is_cut_when_printed():
+    with pytest.raises(ConfigError) as caught:
+        Config.from_hf(k3() | {f"mystery_{i}": i for i in range(100)})
+    assert isinstance(caught.value, Problems) and len(caught.value.problems) == 100
+    first, *lines, last = str(caught.value).splitlines()
+    assert first == "100 problems in the model config:" and len(lines) == 40
+    assert last == "  and 60 more"
 
 
 def test_a_format_in_each_group_is_enough():

@@ -33,10 +33,10 @@ def words():
 def draw(logits, sampling, seeds=None, counts=None, top=0):
     logits = jnp.asarray(logits, jnp.float32)
     B = len(logits)
-    keys = g.step_keys(np.array(seeds or [0] * B), np.array(counts or [0] * B))
+    seeds, counts = (np.array(given or [0] * B, np.int32) for given in (seeds, counts))
     s = sampling
     settings_ = np.tile(np.array([s.temperature, s.top_k, s.top_p, s.min_p], np.float32), (B, 1))
-    return g.sample(logits, keys, settings_, top, s.temperature == 0)
+    return g.sample(logits, seeds, counts, settings_, top, s.temperature == 0)
 
 
 def test_greedy_generation_is_the_argmax_of_fresh_forwards(model):

@@ -212,7 +212,7 @@ def test_a_written_row_is_read_back_bit_for_bit(dtype):
     rows = rng.normal(size=(1, 3, 5))
     rows[0, 0] = [np.inf, -np.inf, -0.0, 1e-40, 3e38]
     rows = of_type(rows, dtype)
-    cache = np.full((1, 1, 8, 5), 9, cache_dtype(rows.dtype))
+    cache = np.full((1, 1, 8, 5), 9, cache_dtype(rows.dtype, True))
     assert cache.dtype == (jnp.uint16 if dtype == "bfloat16" else dtype)
     step = step_of([2], [3], 3)
     cache = run_write(cache, 0, rows, step)

@@ -229,10 +229,9 @@ def test_a_step_writes_its_tokens_and_not_the_cache(dtype):
     caches it updates.
     """
     program = make_program(AWKWARD, dtype=dtype)
-    weights = {w.path: jax.ShapeDtypeStruct(w.shape, w.dtype) for w in declare(program.declared)}
-    state = jax.eval_shape(lambda: program.empty(1, 65536))
+    state = program.state_shapes(1, 65536)
     ints = jax.ShapeDtypeStruct((1, 1), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
-    compiled = program.step.lower(weights, state, *ints).compile()
+    compiled = program.step.lower(program.weight_shapes, state, *ints).compile()
     size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))  # noqa: E731
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes == size(state)
@@ -350,12 +349,3 @@ def test_float64_without_64_bit_types_is_refused(folders):
             kj.load(folders("awkward"), dtype="float64")
     finally:
         jax.config.update("jax_enable_x64", True)
-
-
-def test_options_that_are_not_built_say_so():
-    with pytest.raises(NotImplementedError, match="rows"):
-        kj.Placement(rows="sliced").check(AWKWARD, kj.make_mesh())
-    with pytest.raises(kj.PlacementError, match=r"needs .* devices"):
-        kj.make_mesh(model=4096)
-    with pytest.raises(kj.PlacementError, match="experts must be one of"):
-        kj.Placement(experts="some")

@@ -14,6 +14,7 @@ from oracles import (
     close,
     filled,
     of_type,
+    on_mesh,
     quick_jit,
     small_config,
     step_of,
@@ -129,12 +130,13 @@ def test_near_ties_of_896_experts_are_chosen_as_in_float64(monkeypatch, dtype):
         return jnp.zeros(z.shape, jnp.float32)
 
     @quick_jit
+    @on_mesh
     def chosen(module, x, step):
         module(x, step.valid[0], step)
         return routed[0]
 
     routed = []
-    monkeypatch.setattr(moe_module, "grouped", spy)
+    monkeypatch.setitem(moe_module.FORMS, "grouped", spy)
     ids, weights = chosen(module, x, step_of([0], [rows], rows))
     np.testing.assert_array_equal(np.sort(ids, -1), np.sort(expected, -1))
     assert weights.dtype == jnp.float32
@@ -283,6 +285,7 @@ def test_each_expert_output_is_rounded_to_the_model_type_before_it_is_weighed(pa
 
 
 @quick_jit
+@on_mesh
 def run(module, x, active, step):
     return module(x, active, step)
 

@@ -484,7 +484,12 @@ def test_a_broken_special_token_is_named(folder: Path, key: str, entry: object, 
     assert reason in reasons(folder)
 
 
-@pytest.mark.parametrize("config", ["{", "[]", "{}", '{"added_tokens_decoder": []}', b"\xff{}"])
+DEEP = pytest.param("[" * 100_000, id="deep")
+
+
+@pytest.mark.parametrize(
+    "config", ["{", "[]", "{}", '{"added_tokens_decoder": []}', b"\xff{}", DEEP]
+)
 def test_a_broken_config_is_named(folder: Path, config: str | bytes):
     (folder / CONFIG_FILE).write_bytes(config if isinstance(config, bytes) else config.encode())
     assert f"{CONFIG_FILE}: not JSON with an added_tokens_decoder table" in reasons(folder)

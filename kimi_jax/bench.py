@@ -1,0 +1,154 @@
+"""What `kimi-jax bench` measures: steps of a model, ways of running its experts, compilation.
+
+Figures are medians of one run on one machine; only their ratios mean something elsewhere.
+"""
+
+import dataclasses
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from .collectives import DATA
+from .config import Config
+from .generate import capacity
+from .model import build, declare
+from .placement import Placement
+from .runner import Model, Program, make_program
+
+Row = tuple[str | int | float, ...]
+SPEED_COLUMNS = ("step", "batch", "tokens", "compile_s", "step_ms", "tokens_per_s")
+COMPILE_COLUMNS = ("trace_s", "lower_s", "compile_s", "argument_bytes", "temporary_bytes")
+EXPERTS_COLUMNS = ("rows", "exchange_ms", "local_ms", "exchange_by_local")
+EXPERTS_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+REPEATS = 9
+MARGIN = 1.02  # a way counts as faster from 2 % on
+
+
+def mini(sparse: bool) -> Config:
+    """The shape for measuring: nine layers that a laptop holds, every part of K3 among them."""
+    index = {"index_heads": 4, "index_dim": 32, "index_topk": 256} if sparse else {}
+    return dataclasses.replace(
+        Config.k3_1() if sparse else Config.k3(),
+        **{"hidden": 1024, "layers": 9, "vocab": 8192, "mla_layers": (3, 7, 8)},
+        **{"residual_block": 4, "max_positions": 65536, "dense_ffn": 2048},
+        **{"kda_heads": 16, "kda_key_dim": 64, "kda_value_dim": 64},
+        **{"heads": 16, "q_rank": 256, "kv_rank": 128, "nope_dim": 64, "rope_dim": 32},
+        **{"value_dim": 64, "experts": 64, "active_experts": 8, "latent": 512, "expert_ffn": 256},
+        **{"bos": None, "eos": (), "pad": None},
+        **index,
+    )
+
+
+def random_model(config: Config, mesh: Mesh, place: Placement, dtype: str | None) -> Model:
+    """A model of any shape with random weights."""
+    program = make_program(config, mesh, place, dtype, packed=config.quantized)
+    return Model(program, build(program.declared, place, mesh, _random_read(program)))
+
+
+def _random_read(program: Program) -> Callable:
+    """Random weights that keep the size of what runs through them, made when they are asked for."""
+    shapes = {
+        name: w.shape[w.dims[0] == "G" :] for w in declare(program.declared) for name in w.names
+    }
+    rng = np.random.default_rng(0)
+
+    def read(name: str, index: tuple[slice, ...]) -> np.ndarray:
+        role = name.rsplit(".", 1)[-1]
+        shape = [len(range(size)[cut]) for size, cut in zip(shapes[name], index, strict=True)]
+        if ".experts." in name and program.packed:
+            low, high = (118, 123) if role.startswith("s_") else (0, 256)
+            return rng.integers(low, high, shape, np.uint8)
+        if role.endswith("norm"):
+            return np.ones(shape, np.float32)
+        if role == "a_log":
+            return np.log(rng.uniform(1, 16, shape)).astype(np.float32)
+        return rng.standard_normal(shape, np.float32) * np.float32(shapes[name][-1] ** -0.5)
+
+    return read
+
+
+def speed(model: Model, T: int, batches: Sequence[int], steps: int) -> Iterator[Row]:
+    """A row for prefill, of the first batch size, and one for decode of each batch size."""
+    slots = capacity(T + steps + 1, model.config.max_positions)
+    rng = np.random.default_rng(0)
+    for at, B in enumerate(batches):
+        prompts = rng.integers(0, model.config.vocab, (B, T))
+        new = [model.new_state(B, slots) for _ in range(4 if at == 0 else 1)]
+        first, *times = [_timed(model.prefill, state, prompts) for state in new]
+        if times:
+            yield _speed("prefill", B, T, first[0], [seconds for seconds, _ in times])
+        _, state = (times or [first])[-1][1]
+        seconds = []
+        for token in rng.integers(0, model.config.vocab, (steps + 1, B)):
+            took, (_, state) = _timed(model.decode, state, token)
+            seconds.append(took)
+        yield _speed("decode", B, 1, seconds[0], seconds[1:])
+
+
+def _timed(step: Callable, *inputs: Any) -> tuple[float, Any]:
+    begun = time.perf_counter()
+    results = jax.block_until_ready(step(*inputs))
+    return time.perf_counter() - begun, results
+
+
+def _speed(what: str, B: int, T: int, first: float, times: Sequence[float]) -> Row:
+    usual = statistics.median(times)
+    return what, B, T, max(0.0, first - usual), usual * 1000, B * T / usual
+
+
+def compile_step(program: Program, B: int, T: int, slots: int) -> Row:
+    """Compiles a whole step of B rows and T tokens from shapes; no weight exists."""
+    rows = NamedSharding(program.mesh, PartitionSpec(DATA))
+    ids = jax.ShapeDtypeStruct((B, T), jnp.int32, sharding=rows)
+    lengths = jax.ShapeDtypeStruct((B,), jnp.int32, sharding=rows)
+    times = [time.perf_counter()]
+    traced = program.step.trace(program.weight_shapes, program.state_shapes(B, slots), ids, lengths)
+    times.append(time.perf_counter())
+    lowered = traced.lower()
+    times.append(time.perf_counter())
+    memory = lowered.compile().memory_analysis()
+    times.append(time.perf_counter())
+    seconds = (end - begin for begin, end in itertools.pairwise(times))
+    return (*seconds, memory.argument_size_in_bytes, memory.temp_size_in_bytes)
+
+
+def experts(config: Config, mesh: Mesh, place: Placement, dtype: str | None) -> Iterator[Row]:
+    """Rows a data rank holds, and the time of one layer that exchanges them and of one that runs
+    its own experts on all of them, in turns.
+
+    The layer is a KDA layer with the model's experts, between a small embedding and head.
+    """
+    one = dataclasses.replace(
+        config, layers=1, mla_layers=(), dense_layers=0, vocab=1024, bos=None, eos=(), pad=None
+    )
+    ways = [dataclasses.replace(place, experts=way) for way in ("exchange", "local")]
+    models = [random_model(one, mesh, way, dtype) for way in ways]
+    for rows in EXPERTS_ROWS:
+        B = rows * mesh.shape[DATA]
+        token = np.arange(B) % one.vocab
+        states = [model.new_state(B, 128) for model in models]
+        seconds: list[list[float]] = [[], []]
+        for _ in range(REPEATS + 1):
+            for at, model in enumerate(models):
+                took, (_, states[at]) = _timed(model.decode, states[at], token)
+                seconds[at].append(took)
+        exchange, local = (1000 * statistics.median(times[1:]) for times in seconds)
+        yield rows, exchange, local, exchange / local
+
+
+def local_below(rows: Sequence[Row]) -> int:
+    """The row count from which exchanging is faster, twice in a row and by 2 %; one more than the
+    largest that was measured where it never is.
+    """
+    wins = [float(by_local) * MARGIN < 1 for *_, by_local in rows]
+    for at, (count, *_) in enumerate(rows):
+        if all(wins[at : at + 2]):
+            return int(count) if at else 0
+    return int(rows[-1][0]) + 1

@@ -1,0 +1,311 @@
+"""The decoder over a mesh: equal to one device, with exactly the collectives that the README lists;
+weights read once, slice by slice; several processes.
+"""
+
+import dataclasses
+import re
+import subprocess
+import sys
+import tracemalloc
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import ROOT
+from models import MESHED, ODD, prompts, write
+from tolerances import EXACT, LOGITS, NEAR
+
+import kimi_jax as kj
+from kimi_jax.checkpoint import Checkpoint
+from kimi_jax.model import build, declare, slice_sizes
+from kimi_jax.runner import make_program
+from kimi_jax.state import Forms
+
+P, BOTH = kj.Placement, ("data", "model")
+ALL = ("heads", "experts", "vocab", "dense", "shared")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    base = tmp_path_factory.mktemp("models")
+    named = {"meshed": MESHED, "odd": ODD}
+    return lambda name: write(named[name], base / name)
+
+
+# Equal to one device
+
+LENGTHS = (21, 9, 3)
+RUNS = [
+    ("meshed", (1, 2), P(latent="sharded")),
+    ("meshed", (1, 8), P(experts="auto", local_below=4)),  # decode is local, prefill exchanges
+    ("meshed", (2, 2), P(experts="local", expert_axes=BOTH, latent="sharded")),
+    ("meshed", (2, 4), P(expert_axes=BOTH, latent="sharded")),
+    ("meshed", (4, 2), P(experts="local", latent="sharded")),
+    ("odd", (1, 3), P(pad=ALL)),
+    ("odd", (2, 4), P(pad=ALL, expert_axes=BOTH, latent="sharded")),
+    ("odd", (1, 5), P(pad=ALL, experts="local")),
+    ("odd", (1, 6), P(pad=ALL)),
+]
+
+
+def run(model, config):
+    """Logits of a ragged prefill and of two decode steps after it."""
+    logits, state = model.prefill(model.new_state(3, 64), *prompts(config, LENGTHS))
+    results = [logits]
+    for step in range(2):
+        logits, state = model.decode(state, np.array([5, 6, 7]) + step)
+        results.append(logits)
+    return np.stack(results)
+
+
+@pytest.fixture(scope="module")
+def one_device(folders):
+    wanted = {}
+
+    def get(name, config):
+        if name not in wanted:
+            wanted[name] = run(kj.load(folders(name), dtype="float64"), config)
+        return wanted[name]
+
+    return get
+
+
+@pytest.mark.parametrize("name, mesh, place", RUNS, ids=str)
+def test_every_placement_equals_one_device(folders, one_device, name, mesh, place):
+    """Prefill, decode and padded batches in float64; 3 rows over 2 and 4 data ranks."""
+    config = {"meshed": MESHED, "odd": ODD}[name]
+    model = kj.load(folders(name), kj.make_mesh(*mesh), place, dtype="float64")
+    got = run(model, config)
+    assert got.shape == (3, 3, config.vocab)
+    np.testing.assert_allclose(got, one_device(name, config), atol=EXACT, rtol=0)
+
+
+def test_any_number_of_rows_over_four_ranks_equals_one_device(folders):
+    """One, two, n - 1, n, n + 1 and 5 n + 3 rows in a decode step."""
+    tokens = np.arange(23) % MESHED.vocab
+    one, four = (
+        kj.load(folders("meshed"), mesh, dtype="float32") for mesh in (None, kj.make_mesh(model=4))
+    )
+    want, _ = one.decode(one.new_state(23, 16), tokens)
+    for rows in (1, 2, 3, 4, 5, 23):
+        got, _ = four.decode(four.new_state(rows, 16), tokens[:rows])
+        worst = np.abs(np.asarray(got) - np.asarray(want)[:rows]).max(-1)
+        assert worst.max() < LOGITS["float32"], rows
+        assert np.quantile(worst, 0.99) < NEAR["float32"], rows
+
+
+def test_generated_ids_are_those_of_one_device(folders):
+    """Greedy and sampled, three prompts over two data ranks; twice through the same buffers."""
+    ids = [list(row[:n]) for row, n in zip(*prompts(MESHED, LENGTHS), strict=True)]
+    place = P(expert_axes=BOTH)
+    models = [
+        kj.load(folders("meshed"), mesh, place, dtype="float64")
+        for mesh in (None, kj.make_mesh(2, 4))
+    ]
+    for options in (dict(), dict(temperature=1.0, seed=[3, 4, 5])):
+        options |= dict(max_new_tokens=6, stop_tokens=[])
+        want, got, again = (
+            [reply.tokens for reply in model.generate(ids, **options)]
+            for model in (models[0], models[1], models[1])
+        )
+        assert got == want == again
+
+
+def test_two_requests_through_donated_buffers_equal_fresh_ones_on_eight_devices(folders):
+    model = kj.load(folders("meshed"), kj.make_mesh(2, 4), dtype="float64")
+    ids, lengths = prompts(MESHED, (12, 5), seed=1)
+    want, _ = model.prefill(model.new_state(2, 64), ids, lengths)
+    _, state = model.prefill(model.new_state(2, 64), *prompts(MESHED, (16, 9)))
+    clean = dict(length=jnp.zeros_like(state.length))
+    got, _ = model.prefill(dataclasses.replace(state, **clean), ids, lengths)
+    np.testing.assert_allclose(got, want, atol=EXACT, rtol=0)
+
+
+# The collectives
+
+KINDS = ("all-reduce", "all-to-all", "all-gather", "reduce-scatter")
+PRIMITIVES = {
+    "psum": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "all_to_all": "all-to-all",
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "ppermute": "neighbour copy",
+    "ragged_all_to_all": "ragged all-to-all",
+}
+
+
+def documented():
+    """(part, placement) -> counts by kind, as the README's table has them."""
+    section = (ROOT / "README.md").read_text(encoding="utf-8").split("## Collectives")[1]
+    rows = re.findall(r"^\| (.+?) \| (.+?) \| (.+) \|$", section.split("\n## ")[0], re.M)
+    counted = [row for row in rows if row[0] != "part" and set(row[0]) != {"-"}]
+    return {
+        (part, place): dict(zip(KINDS, map(int, numbers.split(" | ")), strict=True))
+        for part, place, numbers in counted
+    }
+
+
+def collectives(jaxpr):
+    """(where, kind, result) of every collective, nested programs included."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in PRIMITIVES:
+            where = str(eqn.source_info.name_stack)
+            for out in eqn.outvars:
+                yield where, PRIMITIVES[eqn.primitive.name], out.aval
+        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
+            if _is_jaxpr(inner):
+                yield from collectives(getattr(inner, "jaxpr", inner))
+
+
+def _is_jaxpr(x):
+    return hasattr(x, "eqns") or hasattr(x, "jaxpr")
+
+
+def traced(place, mesh, B, T, dtype="bfloat16", forms=None):
+    """The collectives of a step of the three-layer model, by shapes alone."""
+    program = make_program(MESHED, mesh, place, dtype, forms=forms)
+    ints = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((B, T), (B,)))
+    step = program.step.trace(program.weight_shapes, program.state_shapes(B, 64), *ints)
+    return list(collectives(step.jaxpr.jaxpr))
+
+
+def part_of(where, kind):
+    layer = re.search(r"layer_(\d)/(attention|mlp)", where)
+    if not layer:
+        return "embedding" if kind == "all-reduce" else "head"
+    if layer[2] == "attention":
+        return "attention"
+    return "dense MLP" if layer[1] == "0" else "MoE"
+
+
+PLACES = {
+    "exchange": P(),
+    'exchange, `latent="sharded"`': P(latent="sharded"),
+    "local": P(experts="local"),
+    'local, `latent="sharded"`': P(experts="local", latent="sharded"),
+    "exchange, over data and model": P(expert_axes=BOTH),
+    "local, over data and model": P(experts="local", expert_axes=BOTH),
+    'local, over data and model, `latent="sharded"`': P(
+        experts="local", expert_axes=BOTH, latent="sharded"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_a_step_holds_the_collectives_of_the_table_and_no_other(name):
+    """A dense, a KDA and an MLA layer with experts: layers 0, 1 and 2."""
+    found = traced(PLACES[name], kj.make_mesh(2, 4), 4, 3)
+    counts = Counter((part_of(where, kind), kind) for where, kind, _ in found)
+    times = {"attention": 3, "MoE": 2}
+    for part in ("embedding", "attention", "dense MLP", "MoE", "head"):
+        listed = documented()[part, name if part == "MoE" else "any"]
+        for kind, number in listed.items():
+            assert counts.pop((part, kind), 0) == number * times.get(part, 1), (part, kind)
+    assert not counts
+
+
+def test_row_collectives_have_the_sizes_of_the_formulas():
+    """P rows a data rank, c own rows of 4 ranks: messages hold 2 L + 6 A bytes a row and rank."""
+    rows, own, D, L, A = 6, 2, MESHED.hidden, MESHED.latent, MESHED.active_experts
+    found = Counter()
+    for where, kind, out in traced(P(), kj.make_mesh(2, 4), 4, 3):
+        found[part_of(where, kind), kind, out.shape, out.dtype.name] += 1
+    assert found == {
+        ("embedding", "all-reduce", (2, 3, D), "bfloat16"): 1,
+        ("attention", "all-reduce", (rows, D), "bfloat16"): 3,
+        ("dense MLP", "all-reduce", (rows, D), "bfloat16"): 1,
+        ("MoE", "all-reduce", (rows, D), "bfloat16"): 2,
+        ("MoE", "all-to-all", (4, own, L + 3 * A), "uint16"): 2,
+        ("MoE", "all-to-all", (4, own, L), "bfloat16"): 2,
+        ("head", "all-gather", (2, MESHED.vocab), "float32"): 1,
+    }
+
+
+def test_one_device_holds_no_collective():
+    for place in PLACES.values():
+        assert not traced(place, kj.make_mesh(), 2, 3)
+
+
+# Loading
+
+
+def test_a_process_reads_each_slice_of_its_devices_once(folders):
+    """What is replicated over 2 data ranks, or whole on all 8 devices, is read once."""
+    mesh, place = kj.make_mesh(2, 4), P()
+    with Checkpoint(folders("meshed"), MESHED) as file:
+        program = make_program(MESHED, mesh, place, "bfloat16", packed=file.packed)
+        asked = Counter()
+
+        def read(name, index):
+            asked[name, str(index)] += 1
+            return file.read(name, index)
+
+        build(program.declared, place, mesh, read)
+        assert set(asked.values()) == {1}
+        tensors = [t for n, t in file.tensors.items()]
+        assert file.bytes_read == sum(tensor.nbytes for tensor in tensors)
+
+
+def test_a_device_alone_reads_its_share(folders):
+    """The slices of one of 4 ranks: a quarter of what is cut and all of what is whole."""
+    mesh, place = kj.make_mesh(model=4), P()
+    program = make_program(MESHED, mesh, place, "bfloat16")
+    for w in declare(program.declared):
+        cut = "model" in program.weight_specs[w.path]
+        sizes = slice_sizes(w, place, mesh)
+        assert len(sizes) == (4 if cut else 1)
+        assert sum(sizes) == np.prod(w.shape), w.path
+
+
+def test_the_host_holds_few_slices_at_a_time(folders):
+    """Reading into devices that keep no host memory: the peak is a few times the largest slice."""
+    mesh, place = kj.make_mesh(model=8), P()
+    with Checkpoint(folders("meshed"), MESHED) as file:
+        program = make_program(MESHED, mesh, place, "float32", packed=file.packed)
+        largest = max(
+            size * w.dtype.itemsize
+            for w in declare(program.declared)
+            for size in slice_sizes(w, place, mesh)
+        )
+        file.read("embed")  # opens what a first read opens
+        tracemalloc.start()
+        weights = build(program.declared, place, mesh, file.read)
+        kept, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert weights and peak - kept < 4 * largest + 100_000
+
+
+def test_a_failure_half_way_leaves_nothing_behind(folders):
+    mesh, place = kj.make_mesh(model=2), P()
+    program = make_program(MESHED, mesh, place, "float32")
+    before = len(jax.live_arrays())
+    with Checkpoint(folders("meshed"), MESHED) as file:
+
+        def read(name, index):
+            if name.startswith("layers.2"):
+                raise OSError("the disk is gone")
+            return file.read(name, index)
+
+        try:
+            build(program.declared, place, mesh, read)
+        except OSError as error:
+            assert "the disk is gone" in str(error)
+        else:
+            raise AssertionError("a failed read was not raised")
+    assert len(jax.live_arrays()) == before
+
+
+def test_ragged_transport_is_refused_where_there_is_none():
+    with pytest.raises(NotImplementedError, match="transport='ragged'"):
+        make_program(MESHED, kj.make_mesh(model=2), forms=Forms(transport="ragged"))
+
+
+# Several processes
+
+
+def command(*options):
+    words = [sys.executable, "-m", "kimi_jax", "generate", "--tokens", "--json", *options]
+    return subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
