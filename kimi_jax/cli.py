@@ -315,7 +315,7 @@ def _check_devices(count: int | None) -> None:
         raise Refused(f"--devices {count} comes too late, JAX runs on {jax.local_device_count()}")
 
 
-_HEARTBEAT = 20  # seconds without a sign of life after which a process counts as dead
+_PATIENCE = 20  # seconds without a sign of life after which the others take a process for dead
 
 
 def _join(options: argparse.Namespace) -> None:
@@ -330,9 +330,24 @@ def _join(options: argparse.Namespace) -> None:
         raise Refused(f"--process-id {number} is not among the {count} processes, 0 to {count - 1}")
     import jax
 
-    jax.distributed.initialize(coordinator, count, number, heartbeat_timeout_seconds=_HEARTBEAT)
-    if number:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
+    jax.distributed.initialize(
+        coordinator,
+        count,
+        number,
+        heartbeat_timeout_seconds=_PATIENCE,
+        shutdown_timeout_seconds=_PATIENCE,
+    )
+    _keep_output(silent=number > 0)
+
+
+def _keep_output(silent: bool) -> None:
+    """Standard output takes what this command writes, and nothing where it is to be silent; what
+    libraries write there themselves goes to standard error.
+    """
+    sys.stdout.flush()
+    own = os.open(os.devnull, os.O_WRONLY) if silent else os.dup(1)
+    os.dup2(own if silent else 2, 1)
+    sys.stdout = open(own, "w", encoding=sys.stdout.encoding)  # noqa: SIM115 - until the end
 
 
 def _say(line: str) -> None:

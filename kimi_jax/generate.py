@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from .placement import to_host
+from .placement import agree, to_host
 from .progress import Progress
 from .tokenizer import Tokenizer
 
@@ -426,6 +426,7 @@ def generate(
         top_p=top_p, top_k=top_k, stop=stop, stop_tokens=stop_tokens, logprobs=logprobs,
     )  # fmt: skip
     rows = _rows(model, _encoded(model, many), options)
+    agree("prompts and options", [row.ids for row in rows], options)
     done: list[Completion] = []
     with Progress("generating", len(rows) * max_new_tokens, show=progress) as bar:
         for first in range(0, len(rows), BATCHES[-1]):
@@ -459,7 +460,9 @@ def stream(
         model, 1, sampling, seed, max_new_tokens=max_new_tokens, temperature=temperature,
         top_p=top_p, top_k=top_k, stop=stop, stop_tokens=stop_tokens, logprobs=logprobs,
     )  # fmt: skip
-    return _events(model, _rows(model, _encoded(model, [prompt]), options), options)
+    rows = _rows(model, _encoded(model, [prompt]), options)
+    agree("prompt and options", rows[0].ids, options)
+    return _events(model, rows, options)
 
 
 def _events(model: "Model", rows: list[_Row], options: Options) -> Iterator[Event]:

@@ -6,6 +6,7 @@ decoder.
 """
 
 import dataclasses
+import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -254,3 +255,19 @@ def to_host(x: Array) -> np.ndarray:
 def to_mesh(x: np.ndarray, sharding: NamedSharding) -> Array:
     """An array that every process holds alike, on the mesh."""
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+
+def agree(what: str, *values: object) -> None:
+    """Raise `PlacementError` unless every process brings the same values: a step whose shapes
+    differ between processes would wait for ever. Costs nothing where there is one process.
+    """
+    if jax.process_count() == 1:
+        return
+    parts = [
+        v.tobytes() + repr(v.shape).encode() if isinstance(v, np.ndarray) else repr(v).encode()
+        for v in values
+    ]
+    digest = np.frombuffer(hashlib.sha256(b"|".join(parts)).digest(), np.int32)
+    every = multihost_utils.process_allgather(digest)
+    if (every != every[0]).any():
+        raise PlacementError(f"the processes disagree on {what}")

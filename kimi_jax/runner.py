@@ -21,7 +21,7 @@ from .checkpoint import Checkpoint
 from .collectives import DATA, MODEL, ranks
 from .config import Config
 from .model import Kimi, build, declare, new_state, slice_sizes, spans
-from .placement import Placement, make_mesh, mesh_sizes, to_host, to_mesh
+from .placement import Placement, agree, make_mesh, mesh_sizes, to_host, to_mesh
 from .plan import device_memory, plan, refuse_what_exceeds
 from .progress import Progress
 from .state import STATE_DIMS, Forms, State, Step
@@ -350,9 +350,9 @@ class Model:
                 f"token id {ids[row, at]} at row {row}, position {at} is outside the vocabulary of "
                 f"{self.config.vocab}"
             )
-        return np.where(np.arange(T) < lengths[:, None], ids, 0).astype(np.int32), lengths.astype(
-            np.int32
-        )
+        ids = np.where(np.arange(T) < lengths[:, None], ids, 0).astype(np.int32)
+        agree("tokens and lengths", ids, lengths)
+        return ids, lengths.astype(np.int32)
 
     def _fits(self, state: State, lengths: np.ndarray) -> None:
         seen = to_host(state.length)

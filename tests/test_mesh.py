@@ -3,9 +3,13 @@ weights read once, slice by slice; several processes.
 """
 
 import dataclasses
+import json
+import os
 import re
+import socket
 import subprocess
 import sys
+import time
 import tracemalloc
 from collections import Counter
 
@@ -98,7 +102,7 @@ def test_any_number_of_rows_over_four_ranks_equals_one_device(folders):
 
 def test_generated_ids_are_those_of_one_device(folders):
     """Greedy and sampled, three prompts over two data ranks; twice through the same buffers."""
-    ids = [list(row[:n]) for row, n in zip(*prompts(MESHED, LENGTHS), strict=True)]
+    ids = [row[:n].tolist() for row, n in zip(*prompts(MESHED, LENGTHS), strict=True)]
     place = P(expert_axes=BOTH)
     models = [
         kj.load(folders("meshed"), mesh, place, dtype="float64")
@@ -306,6 +310,51 @@ def test_ragged_transport_is_refused_where_there_is_none():
 # Several processes
 
 
-def command(*options):
-    words = [sys.executable, "-m", "kimi_jax", "generate", "--tokens", "--json", *options]
-    return subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+def processes(folder, *prompts, options=("--json", "--max-new-tokens", "6")):
+    """The command in two processes of four devices, one prompt of ids each or the same for both."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    started = []
+    for i in range(2):
+        words = [sys.executable, "-m", "kimi_jax", "generate", prompts[i % len(prompts)]]
+        words += ["--tokens", "--model", folder, *options, "--devices", "4", "--mesh", "2x4"]
+        words += ["--coordinator", address]
+        words += ["--processes", "2", "--process-id", str(i)]
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        cache = {"JAX_COMPILATION_CACHE_DIR": jax.config.values["jax_compilation_cache_dir"]}
+        started.append(subprocess.Popen(words, cwd=ROOT, env=os.environ | cache, **pipes))
+    return started
+
+
+def test_two_processes_write_what_one_writes_and_only_the_first_prints(folders):
+    ids = [5, 6, 7, 8]
+    first, second = processes(folders("meshed"), ",".join(map(str, ids)))
+    out, errors = first.communicate(timeout=500)
+    silent, _ = second.communicate(timeout=60)
+    assert first.returncode == second.returncode == 0, errors
+    assert silent == ""
+    one = kj.load(folders("meshed"), kj.make_mesh(2, 4), dtype="float32")
+    (wanted,) = one.generate([ids], max_new_tokens=6)
+    assert json.loads(out)["tokens"] == wanted.tokens
+
+
+def test_processes_that_bring_different_prompts_are_told_so(folders):
+    """Before a step whose shapes differ could wait for ever."""
+    both = processes(folders("meshed"), "5,6,7", "5,6,7,8,9")
+    for process in both:
+        _, errors = process.communicate(timeout=300)
+        assert process.returncode == 2
+        assert "the processes disagree on prompts and options" in errors
+
+
+def test_a_process_that_dies_ends_the_other_within_a_minute(folders):
+    long = ("--max-new-tokens", "500")
+    first, second = processes(folders("meshed"), "5,6,7", options=long)
+    first.stdout.read(20)  # both are at work
+    second.kill()
+    second.communicate()
+    died = time.monotonic()
+    _, errors = first.communicate(timeout=120)
+    assert time.monotonic() - died < 60
+    assert first.returncode != 0 and ("unhealthy" in errors or "closed by peer" in errors)
