@@ -126,7 +126,12 @@ def _add_place(command: argparse.ArgumentParser) -> None:
 def _add_mesh(command: argparse.ArgumentParser) -> None:
     """The options of commands that spread a model over devices and processes."""
     add = command.add_argument_group("devices and processes").add_argument
-    add("--mesh", type=_mesh_sizes, metavar="DxM", help="D data x M model ranks (1 x all devices)")
+    add(
+        "--mesh",
+        type=_mesh_sizes,
+        metavar="DxM",
+        help="D data x M model ranks (1 x all GPUs or --devices)",
+    )
     _add_place(command)
     add("--coordinator", metavar="HOST:PORT", help="where process 0 listens, for several processes")
     add("--processes", type=_positive, metavar="N", help="how many processes run together")
@@ -371,12 +376,15 @@ def _load(path: Path, options: argparse.Namespace) -> Any:
 
 
 def _mesh(options: argparse.Namespace) -> Any:
-    """The mesh that was asked for; else all devices on the model axis."""
+    """The mesh that was asked for; else all accelerators, or the CPU devices that were asked for,
+    on the model axis.
+    """
     import jax
 
     import kimi_jax as kj
 
-    data, model = options.mesh or (1, jax.device_count())
+    asked = options.devices or options.processes or jax.default_backend() != "cpu"
+    data, model = options.mesh or (1, jax.device_count() if asked else 1)
     return kj.make_mesh(data, model)
 
 

@@ -5,12 +5,15 @@ so that one device runs the same code and its program holds no collective.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, UInt
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, Shaped, UInt
+
+from .reductions import SUM, Reduction, deals_of, wide_of
 
 MODEL = "model"
 DATA = "data"
@@ -30,23 +33,11 @@ def rank(axis: Axis = MODEL) -> Int[Array, ""]:
     return jax.lax.axis_index(axis).astype(jnp.int32)
 
 
-def all_reduce(partial: Array, axis: Axis = MODEL) -> Array:
-    """The sum over `axis` of every rank's partial, on every rank."""
-    return partial if ranks(axis) == 1 else jax.lax.psum(partial, axis)
-
-
 def all_gather(part: Array, dim: int, axis: Axis = MODEL) -> Array:
     """Every rank's part, joined along `dim` in rank order, on every rank."""
     if ranks(axis) == 1:
         return part
     return jax.lax.all_gather(part, axis, axis=dim, tiled=True)
-
-
-def reduce_scatter(partial: Array, dim: int, axis: Axis = MODEL) -> Array:
-    """The sum of every rank's partial, of which a rank keeps its own part along `dim`."""
-    if ranks(axis) == 1:
-        return partial
-    return jax.lax.psum_scatter(partial, axis, scatter_dimension=dim, tiled=True)
 
 
 def embed(table: Float[Array, "Z D"], tokens: Array) -> Array:
@@ -180,3 +171,153 @@ def unpack(packed: Array, begins: Int[Array, " n"], sizes: Int[Array, " n"]) -> 
     real = slot < sizes[:, None]
     rows = packed[jnp.where(real, begins[:, None] + slot, 0)]
     return jnp.where(real[..., None], rows, jnp.zeros((), packed.dtype))
+
+
+# Sums over ranks, by the algorithm that was chosen; reductions.py defines each in numpy.
+
+
+def all_reduce(partial: Array, how: Reduction = SUM, axis: Axis = MODEL) -> Array:
+    """The sum over `axis` of every rank's partial, the same bits on every rank; [P, X] for all but
+    the backend's own sum.
+    """
+    n, P = ranks(axis), partial.shape[0]
+    if n == 1:
+        return partial
+    if how.algorithm == "sum":
+        return jax.lax.psum(partial, axis)
+    how.check(n)
+    chunks = cut(partial, n, how.granule_rows)
+    if how.algorithm == "two_shot":
+        whole = jax.lax.all_gather(_two_shot(chunks, axis), axis)
+    elif how.algorithm == "ring_fp32":
+        whole = circulate(_ring_fp32(chunks, axis), axis)
+    else:
+        whole = _by_pieces(lambda piece: _ring_around(piece, how.fp32_hops, axis), chunks, how)
+    return join(whole, P, how.granule_rows)
+
+
+def reduce_scatter(
+    partial: Float[Array, "P X"], how: Reduction = SUM, axis: Axis = MODEL
+) -> Float[Array, "c X"]:
+    """The rows r c to (r + 1) c of `all_reduce` on rank r, bit for bit; rows beyond P are zero.
+
+    ring_bf16 ends on the rank before, and takes one more copy. Granules are spread over the rows,
+    so with them all rows travel, as in `all_reduce`.
+    """
+    n = ranks(axis)
+    if n == 1:
+        return partial
+    if how.granule_rows:
+        return own_rows(all_reduce(partial, how, axis), axis)
+    how.check(n)
+    chunks = cut(partial, n)
+    if how.algorithm == "sum":
+        return jax.lax.psum_scatter(chunks, axis)
+    if how.algorithm == "two_shot":
+        return _two_shot(chunks, axis)
+    if how.algorithm == "ring_fp32":
+        return _ring_fp32(chunks, axis)
+    return _by_pieces(lambda piece: to_next(_ring(piece, how.fp32_hops, axis), axis), chunks, how)
+
+
+def _two_shot(chunks: Float[Array, "n c X"], axis: Axis) -> Float[Array, "c X"]:
+    """Chunk r, complete, on rank r: each rank's part of it arrives at once."""
+    return add_in_order(jax.lax.all_to_all(chunks, axis, 0, 0))
+
+
+def _ring_fp32(chunks: Float[Array, "n c X"], axis: Axis) -> Float[Array, "c X"]:
+    """Chunk r, complete, on rank r: each rank's part of it travels the ring, not summed.
+
+    A hop passes on what is not home yet: n (n - 1) / 2 parts together, where two_shot sends n - 1.
+    """
+    n = ranks(axis)
+    travelling = chunks[(rank(axis) + jnp.arange(n, dtype=jnp.int32)) % n]  # by ranks to go
+    arrived = [travelling[0]]
+    for _ in range(n - 1):
+        travelling = to_next(travelling[1:], axis)
+        arrived.append(travelling[0])
+    return add_in_order(_by_source(arrived, axis))
+
+
+def _ring(chunks: Float[Array, "n c X"], fp32_hops: int, axis: Axis) -> Float[Array, "c X"]:
+    """Chunk r + 1, complete, on rank r: chunk i starts on rank i, and each next rank adds its own.
+
+    The order i, i + 1, ..., i - 1 differs from chunk to chunk, and so do the bits of equal rows.
+    """
+    n, me = ranks(axis), rank(axis)
+    total = chunks[me]
+    for k in range(n - 1):
+        total = _widen(to_next(total, axis)) + _widen(chunks[(me - k - 1) % n])
+        if not n - 2 - fp32_hops <= k < n - 2:
+            total = round_to(total, chunks.dtype)
+    return total
+
+
+def _ring_around(
+    chunks: Float[Array, "n c X"], fp32_hops: int, axis: Axis
+) -> Float[Array, "n c X"]:
+    """All chunks, complete, on every rank: the sums of `_ring`, then copies."""
+    return jnp.roll(circulate(_ring(chunks, fp32_hops, axis), axis), 1, 0)
+
+
+def _by_pieces(run: Callable[[Array], Array], chunks: Array, how: Reduction) -> Array:
+    """A ring for each piece of the chunks: chains of operations that do not wait for each other."""
+    pieces = jnp.array_split(chunks, min(how.pieces, chunks.shape[1]), axis=1)
+    return jnp.concatenate([run(piece) for piece in pieces], axis=-2)
+
+
+def add_in_order(parts: Float[Array, "n c X"]) -> Float[Array, "c X"]:
+    """parts[0] + parts[1] + ... from left to right in at least float32, rounded once."""
+    total = _widen(parts[0])
+    for part in parts[1:]:
+        total = total + _widen(part)
+    return round_to(total, parts.dtype)
+
+
+def round_to(wide: Float[Array, "..."], dtype: DTypeLike) -> Float[Array, "..."]:
+    """wide in dtype, to nearest even, by an operation that compilers keep.
+
+    A cast alone is no rounding: XLA may drop a pair of casts to bfloat16 and back. Subnormal
+    numbers of float16 become zero; bfloat16 has the exponents of float32.
+    """
+    kept = jnp.finfo(dtype)
+    return jax.lax.reduce_precision(wide, kept.nexp, kept.nmant).astype(dtype)
+
+
+def to_next(x: Shaped[Array, "..."], axis: Axis) -> Shaped[Array, "..."]:
+    """x of the rank before, verbatim."""
+    n = ranks(axis)
+    return jax.lax.ppermute(x, axis, [(i, (i + 1) % n) for i in range(n)])
+
+
+def circulate(block: Shaped[Array, "*dims"], axis: Axis) -> Shaped[Array, "n *dims"]:
+    """Every rank's block, in rank order, by n - 1 copies round the ring."""
+    arrived = [block]
+    for _ in range(ranks(axis) - 1):
+        arrived.append(to_next(arrived[-1], axis))
+    return _by_source(arrived, axis)
+
+
+def _by_source(arrived: list[Array], axis: Axis) -> Array:
+    """What came from k ranks before at index k -> what came from rank i at index i."""
+    n = ranks(axis)
+    return jnp.stack(arrived)[(rank(axis) - jnp.arange(n, dtype=jnp.int32)) % n]
+
+
+def cut(x: Shaped[Array, "P X"], n: int, granule_rows: int = 0) -> Shaped[Array, "n c X"]:
+    """n chunks of equal size: contiguous rows, or granules dealt in turn; completed with zeros."""
+    P, X = x.shape
+    block, deals = deals_of(P, n, granule_rows)
+    whole = jnp.pad(x, ((0, deals * n * block - P), (0, 0)))
+    return whole.reshape(deals, n, block, X).swapaxes(0, 1).reshape(n, deals * block, X)
+
+
+def join(chunks: Shaped[Array, "n c X"], rows: int, granule_rows: int = 0) -> Shaped[Array, "P X"]:
+    """`cut` undone: the first `rows` rows."""
+    n, _, X = chunks.shape
+    block, deals = deals_of(rows, n, granule_rows)
+    return chunks.reshape(n, deals, block, X).swapaxes(0, 1).reshape(-1, X)[:rows]
+
+
+def _widen(x: Array) -> Array:
+    return x.astype(wide_of(x.dtype))

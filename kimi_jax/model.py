@@ -59,7 +59,7 @@ class Layer(nnx.Module):
             x, bank, count = push(x, bank, count, index % block == 0)
             rows = step.place.enter(rms_norm(h, self.attention_norm[...], eps), len(step.lengths))
             partial, state = self.attention(rows, state, step)
-            x = x + step.place.leave(partial)
+            x = x + step.place.leave(partial, step.reduce)
         with jax.named_scope("mlp"):
             h, mixed_mlp = self.mlp_residual(x, bank, count)
             x = x + self._mlp(rms_norm(h, self.mlp_norm[...], eps), step)
@@ -67,7 +67,7 @@ class Layer(nnx.Module):
 
     def _mlp(self, x: Array, step: Step) -> Array:
         if self.dense:
-            return collectives.all_reduce(self.mlp(x))
+            return collectives.all_reduce(self.mlp(x), step.reduce)
         return self.mlp(x, step.valid.reshape(-1), step)
 
 

@@ -296,7 +296,8 @@ class MoE(nnx.Module):
         z, logits = self._enter(x, step)
         ids, weights = self._route(logits, collectives.own_rows(active))
         routed = self._norm(dispatched(z, ids, weights, self.experts, step).astype(x.dtype))
-        return collectives.all_reduce(self._leave(routed, len(x), step) + self._shared(x))
+        partial = self._leave(routed, len(x), step) + self._shared(x)
+        return collectives.all_reduce(partial, step.reduce)
 
     def _local(self, x: Array, active: Array, step: Step) -> Array:
         """Every rank runs its own experts on all rows; one all-reduce closes latent and shared sums
@@ -305,13 +306,15 @@ class MoE(nnx.Module):
         z, logits = linear(x, self.w_latent_down[...]), linear_wide(x, self.w_router[...])
         if step.place.latent == "whole":
             partial = self._own_experts(z, *self._route(logits, active), step)
-            joint = collectives.all_reduce(jnp.concatenate([partial, self._shared(x)], axis=1))
+            both = jnp.concatenate([partial, self._shared(x)], axis=1)
+            joint = collectives.all_reduce(both, step.reduce)
             routed, shared = joint[:, : z.shape[1]], joint[:, z.shape[1] :]
             return linear(self._norm(routed), self.w_latent_up[...]) + shared
         z, logits = self._split(collectives.all_gather(to_bits(z, logits)[:, None], 1), z, logits)
         partial = self._own_experts(z, *self._route(logits, active), step)
-        routed = collectives.own_columns(self._norm(collectives.all_reduce(partial)))
-        return collectives.all_reduce(linear(routed, self.w_latent_up[...]) + self._shared(x))
+        total = collectives.all_reduce(partial, step.reduce)
+        routed = linear(collectives.own_columns(self._norm(total)), self.w_latent_up[...])
+        return collectives.all_reduce(routed + self._shared(x), step.reduce)
 
     def _own_experts(self, z: Array, ids: Array, weights: Array, step: Step) -> Array:
         """The partial latent sums of this rank's experts over all ranks' rows: where experts are
@@ -323,7 +326,7 @@ class MoE(nnx.Module):
             bits, (z.shape[1], z.dtype), (ids.shape[1], jnp.int32), (ids.shape[1], weights.dtype)
         )
         partial = run_own(z, ids - 1, weights, self.experts, step).astype(z.dtype)
-        return collectives.reduce_scatter(partial, 0, axes)
+        return collectives.reduce_scatter(partial, axis=axes)
 
     def _enter(self, x: Array, step: Step) -> tuple[Array, Array]:
         """Latent rows [c, L] and router logits [c, E] of this rank's own rows."""

@@ -8,6 +8,7 @@ decoder.
 import dataclasses
 import hashlib
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 
 import jax
@@ -18,6 +19,7 @@ from jaxtyping import Array, Float
 
 from .collectives import DATA, MODEL, all_reduce
 from .config import Config
+from .reductions import Reduction, choose
 
 # Leading letter of a dim -> the mesh axis that cuts it. E follows `expert_axes`, Y (the latent
 # projections and the router) `latent`; other letters are whole. An axis cuts one dim, the leftmost.
@@ -81,10 +83,7 @@ _CHOICES = {
     "expert_axes": ((MODEL,), (DATA, MODEL)),
 }
 _PAD = ("heads", "experts", "vocab", "dense", "shared")
-_NOT_BUILT = (
-    *("rows", "sliced_from", "keys", "helix_block", "exchange", "shared", "prefill_reduce"),
-    *("prefill_ring_rows", "ring_pieces", "ring_fp32_hops", "ring_granule_rows"),
-)
+_NOT_BUILT = ("rows", "sliced_from", "keys", "helix_block", "exchange", "shared")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +97,9 @@ class Placement:
     it; 0: never). `expert_axes`: experts over ("model",) or over ("data", "model") together.
     `latent`: "sharded" cuts the latent projections and the router too. `pad`: of "heads",
     "experts", "vocab", "dense" and "shared", those completed with zeros where they do not divide.
+    `prefill_reduce`: how prefill steps of at least `prefill_ring_rows` rows a data rank complete
+    their partial sums (0: as all others, by the backend's sum); smaller ones then take "two_shot".
+    The `ring_` options are those of `reductions.Reduction`, for "ring_bf16".
     On one device every answer is the same program. Options that are not built yet raise
     `NotImplementedError` naming the option when they are checked.
     """
@@ -137,6 +139,8 @@ class Placement:
                 isinstance(value, bool) or not isinstance(value, int) or value < 0
             ):
                 problems.append(f"{field.name} must be a whole number >= 0, got {value!r}")
+        if self.ring_pieces == 0:
+            problems.append("ring_pieces must be at least 1, got 0")
         if problems:
             raise PlacementError("\n".join(problems))
 
@@ -164,9 +168,15 @@ class Placement:
             for name, size, ranks, pad in self._cuts(config, sizes)
             if size % ranks and pad not in self.pad
         ]
-        if problems:
-            title = f"a mesh of {say_mesh(sizes)} does not divide"
-            raise PlacementError("\n".join([f"{title}:", *problems]))
+        title = f"a mesh of {say_mesh(sizes)} does not divide:"
+        lines = [title, *problems] if problems else []
+        hops, most = self._reduction.fp32_hops, max(0, sizes[MODEL] - 2)
+        if sizes[MODEL] > 1 and hops > most:
+            lines.append(
+                f"ring_fp32_hops must lie in 0..{most} at {sizes[MODEL]} ranks, got {hops}"
+            )
+        if lines:
+            raise PlacementError("\n".join(lines))
 
     def _cuts(self, config: Config, sizes: Sizes) -> Iterator[tuple[str, int, int, str | None]]:
         """Every dimension that is cut: its name, size, ranks, and what `pad` calls it."""
@@ -234,9 +244,39 @@ class Placement:
         """The residual rows that a rank holds -> all rows of its requests, for attention."""
         return x.reshape(B, -1, x.shape[-1])
 
-    def leave(self, partial: Float[Array, "B T D"]) -> Float[Array, "P D"]:
+    def leave(self, partial: Float[Array, "B T D"], how: Reduction) -> Float[Array, "P D"]:
         """Partial sums of all rows -> the complete rows that a rank holds."""
-        return all_reduce(partial.reshape(-1, partial.shape[-1]))
+        return all_reduce(partial.reshape(-1, partial.shape[-1]), how)
+
+    def within(self, chunk: int) -> "Placement":
+        """This placement for prefill steps of at most `chunk` tokens a row: a threshold above it
+        does nothing, which a warning says.
+        """
+        if self.prefill_ring_rows <= chunk:
+            return self
+        warnings.warn(
+            f"prefill_ring_rows={self.prefill_ring_rows} is above the chunk of {chunk} tokens: "
+            f"prefill_reduce={self.prefill_reduce!r} does nothing",
+            stacklevel=3,
+        )
+        return dataclasses.replace(self, prefill_ring_rows=0)
+
+    def reduction(self, step: str, rows: int, ranks: int) -> Reduction:
+        """How a step of so many rows a data rank completes its partial sums; `reductions.choose`
+        says when.
+        """
+        threshold = self.prefill_ring_rows
+        return choose(
+            self._reduction, step, capacity=rows, chunk=threshold, threshold=threshold, n=ranks
+        )
+
+    @property
+    def _reduction(self) -> Reduction:
+        if self.prefill_reduce != "ring_bf16":
+            return Reduction(self.prefill_reduce)
+        return Reduction(
+            self.prefill_reduce, self.ring_pieces, self.ring_fp32_hops, self.ring_granule_rows
+        )
 
 
 def cut_ranks(spec: PartitionSpec, sizes: Sizes) -> tuple[int, ...]:

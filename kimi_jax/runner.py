@@ -135,7 +135,8 @@ class Program:
         self, weights: dict, state: State, tokens: Array, lengths: Array
     ) -> tuple[Kimi, Array, State, list]:
         model = self._merge(weights)
-        step = Step.of(state.length, lengths, tokens.shape[1], self.forms, self.place)
+        T = tokens.shape[1]
+        step = Step.of(state.length, lengths, T, self.forms, self.place, self.sizes[MODEL])
         tokens = jnp.where(step.valid, tokens, 0)
         return model, *model(tokens, state, lengths, step)
 
@@ -450,6 +451,8 @@ def load(
     """
     if chunk is not None and (not isinstance(chunk, int) or chunk < 1):
         raise ValueError(f"chunk must be a positive whole number of tokens, got {chunk!r}")
+    chunk = chunk or (256 if jax.default_backend() == "cpu" else 4096)
+    placement = (placement or Placement()).within(chunk)
     config = Config.from_hf(path)
     with Checkpoint(path, config) as checkpoint:
         program = make_program(
@@ -466,5 +469,4 @@ def load(
             weights = build(
                 program.declared, program.place, program.mesh, checkpoint.read, bar.advance
             )
-    default_chunk = 256 if jax.default_backend() == "cpu" else 4096
-    return Model(program, weights, tokenizer, chunk or default_chunk)
+    return Model(program, weights, tokenizer, chunk)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from .placement import Placement
+from .reductions import SUM, Reduction
 
 Leaf = Any  # an array, or what stands for one in a tree of the same form: its shape, its mesh axes
 
@@ -72,15 +73,23 @@ class Step:
     group: int | Int[Array, ""]
     forms: Forms = dataclasses.field(metadata={"static": True})
     place: Placement = dataclasses.field(default=Placement(), metadata={"static": True})
+    reduce: Reduction = dataclasses.field(default=SUM, metadata={"static": True})
 
     @classmethod
     def of(
-        cls, start: Array, lengths: Array, T: int, forms: Forms, place: Placement | None = None
+        cls,
+        start: Array,
+        lengths: Array,
+        T: int,
+        forms: Forms,
+        place: Placement = Placement(),  # noqa: B008
+        ranks: int = 1,
     ) -> "Step":
-        """A call of at most T new tokens a row."""
+        """A call of at most T new tokens a row, on so many model ranks."""
         new = jnp.arange(T, dtype=jnp.int32)
         valid = new < lengths[:, None]
-        return cls(start, lengths, start[:, None] + new, valid, 0, forms, place or Placement())
+        how = place.reduction("decode" if T == 1 else "prefill", len(start) * T, ranks)
+        return cls(start, lengths, start[:, None] + new, valid, 0, forms, place, how)
 
 
 def _at(array: Array, group: int | Array) -> Array:

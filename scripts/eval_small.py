@@ -36,10 +36,15 @@ def nats(model: kj.Model, ids: list[int]) -> float:
 
 
 def evaluate(
-    folder: Path, dtype: str | None, forms: Forms, text: str, mesh: Mesh | None = None
+    folder: Path,
+    dtype: str | None,
+    forms: Forms,
+    text: str,
+    mesh: Mesh | None = None,
+    placement: kj.Placement | None = None,
 ) -> dict:
     """The dtype that ran, bits per byte of the text, its tokens, and the bytes of a token."""
-    model = kj.load(folder, mesh, dtype=dtype, forms=forms, chunk=WINDOW)
+    model = kj.load(folder, mesh, placement, dtype=dtype, forms=forms, chunk=WINDOW)
     if model.tokenizer is None:
         raise SystemExit(f"{folder}: has no tokenizer, so its bits per byte are not defined")
     ids, size = model.tokenizer.encode(text), len(text.encode())

@@ -266,11 +266,10 @@ def moe(w, x, config):
 
 
 def quick_jit(f, **options):
-    """`jax.jit`, compiled without optimisation, its results in numpy: a test's time is compiling.
-
-    Outside of it, every operation on a JAX array of a new shape is one more program to compile.
+    """`jax.jit`, its results in numpy: outside of it, every operation on a JAX array of a new shape
+    is one more program to compile.
     """
-    compiled = jax.jit(f, compiler_options={"xla_backend_optimization_level": 0}, **options)
+    compiled = jax.jit(f, **options)
     return lambda *args, **kwargs: jax.device_get(compiled(*args, **kwargs))
 
 

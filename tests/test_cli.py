@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import kimi_jax as kj
-from kimi_jax import cli, tokenizer
+from kimi_jax import bench, cli, tokenizer
 from kimi_jax.checkpoint import hf_shapes, random_tensors, save_hf
 
 SPECIAL = ("[BOS]", "[EOS]", "[PAD]")
@@ -386,7 +386,7 @@ def test_bench_compiles_a_step_from_shapes(run, saved):
 
 @pytest.mark.parametrize("sparse", [False, True])
 def test_the_shape_for_measuring_is_a_valid_config(sparse):
-    config = cli._mini(sparse)
+    config = bench.mini(sparse)
     assert kj.Config.from_hf(config.to_hf()) == config
     assert (config.layers, config.sparse, config.index_topk) == (9, sparse, 256 if sparse else 0)
 
@@ -466,3 +466,78 @@ def test_text_of_several_prompts_ends_before_a_stop_string(capsys):
     model = type("Model", (), {"tokenizer": object()})()
     cli._print_completion(model, "The Queen", completion, as_json=False)
     assert capsys.readouterr().out == "The Queen, and th\n\n"
+
+
+# Meshes and plans
+
+
+def test_a_mesh_and_a_placement_of_the_command_line_write_the_same_text(capsys):
+    words = ["generate", "The Queen", "--max-new-tokens", "4", "--json"]
+    assert cli.main([*words, "--mesh", "1x1"]) == 0
+    one = json.loads(capsys.readouterr().out)
+    place = ["--place", "experts=auto", "--place", "local_below=2", "--place", "latent=sharded"]
+    assert cli.main([*words, "--mesh", "2x4", *place]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == one["tokens"]
+
+
+BAD_MESHES = [
+    (["--mesh", "8"], "'8' is not of the form 2x4"),
+    (["--mesh", "4x4"], "needs 16 devices, JAX has 8"),
+    (["--mesh", "1x3"], "heads: 8 over 3 ranks"),
+    (["--place", "expert=local"], "--place expert=...: no such option, there are rows"),
+    (["--place", "experts"], "'experts' is not of the form NAME=VALUE"),
+    (["--place", "local_below=few"], "local_below must be a whole number >= 0, got 'few'"),
+    (["--processes", "2"], "--coordinator, --processes and --process-id belong together"),
+    (
+        ["--coordinator", "h:1", "--processes", "2", "--process-id", "2"],
+        "--process-id 2 is not among the 2 processes, 0 to 1",
+    ),
+]
+
+
+@pytest.mark.parametrize("options, message", BAD_MESHES, ids=str)
+def test_a_bad_mesh_or_placement_is_refused(capsys, options, message):
+    assert cli.main(["generate", "The Queen", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_plan_is_printed_with_what_fits(capsys):
+    options = ["--model", "8", "--context", "131072", "--batch", "64", "--hbm", "141,600"]
+    assert cli.main(["plan", "k3.1", *options]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"routed experts +180\.807", out)
+    assert "141 GB a device: does not fit" in out and "600 GB a device: fits" in out
+    assert cli.main(["plan", "k3.1", *options, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["fits"] == {"141": False, "600": True}
+    assert sum(said["terms"].values()) == said["bytes"]["all"]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["k3", "--model", "7"], "vocabulary: 163840 over 7 ranks"),
+        (["k3", "--hbm", "much"], "'much' are no sizes in GB"),
+        (["k3", "--context", "2000000"], "--context 2000000 is over the model's 1048576 tokens"),
+        (["nothing"], "'nothing' is neither k3, k3.1 nor the path of a config"),
+    ],
+    ids=str,
+)
+def test_a_plan_that_cannot_be_is_refused(capsys, options, message):
+    assert cli.main(["plan", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_experts_are_measured_and_the_crossover_is_said(capsys, monkeypatch):
+    monkeypatch.setattr(bench, "EXPERTS_ROWS", (1, 2))
+    monkeypatch.setattr(bench, "REPEATS", 1)
+    assert cli.main(["bench", "--experts", "--shape", "shipped", "--mesh", "1x2"]) == 0
+    out = capsys.readouterr().out
+    assert "exchange ms" in out and re.search(r'Placement\(experts="auto", local_below=\d+\)', out)
+
+
+def test_the_crossover_takes_two_wins_by_two_per_cent():
+    rows = [(1, 2, 1, 2.0), (2, 1, 1, 0.97), (4, 1, 1, 1.01), (8, 1, 1, 0.9), (16, 1, 1, 0.9)]
+    assert bench.local_below(rows) == 8
+    assert bench.local_below(rows[:3]) == 5
+    assert bench.local_below(rows[3:]) == 0

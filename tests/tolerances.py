@@ -32,3 +32,4 @@ ROUTE = {"float32": 6e-7, "float64": 2e-15}  # measured 1.8e-7 and 4.4e-16
 EXPERTS = {"float32": 3e-5, "float64": 8e-14}  # measured 8.8e-6 and 2.1e-14
 # measured 2.5e-6, 3.9e-14 and 0.039
 MOE_LAYER = {"float32": 1e-5, "float64": 1.5e-13, "bfloat16": 0.12}
+MOE_MESH = {"float64": 4e-14, "bfloat16": 0.12}  # measured 1.0e-14 and 0.040
