@@ -19,6 +19,7 @@ from .config import Config, ConfigError
 from .generate import Completion, Event, Greedy, PromptError, Sample, TokenLogprob, Usage
 from .placement import Placement, PlacementError, make_mesh
 from .plan import Plan, plan
+from .reductions import copy_engine_flags
 from .runner import Model, RequestError, load
 from .tokenizer import TokenizerError
 
@@ -39,6 +40,7 @@ __all__ = [
     "TokenLogprob",
     "TokenizerError",
     "Usage",
+    "copy_engine_flags",
     "load",
     "make_mesh",
     "plan",

@@ -1,4 +1,5 @@
-"""What `kimi-jax bench` measures: steps of a model, ways of running its experts, compilation.
+"""What `kimi-jax bench` measures: steps of a model, ways of running its experts and of completing
+sums over ranks, compilation.
 
 Figures are medians of one run on one machine; only their ratios mean something elsewhere.
 """
@@ -15,18 +16,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .collectives import DATA
+from .collectives import DATA, MODEL, all_reduce
 from .config import Config
 from .generate import capacity
 from .model import build, declare
 from .placement import Placement
-from .runner import Model, Program, make_program
+from .reductions import Reduction, traffic
+from .runner import Model, Program, default_dtype, make_program
 
 Row = tuple[str | int | float, ...]
 SPEED_COLUMNS = ("step", "batch", "tokens", "compile_s", "step_ms", "tokens_per_s")
 COMPILE_COLUMNS = ("trace_s", "lower_s", "compile_s", "argument_bytes", "temporary_bytes")
 EXPERTS_COLUMNS = ("rows", "exchange_ms", "local_ms", "exchange_by_local")
 EXPERTS_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+REDUCE_COLUMNS = ("rows", "reduce", "pieces", "ms", "by_sum", "sent_bytes")
+REDUCE_ROWS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+REDUCE_PIECES = (1, 2, 4)
 REPEATS = 9
 MARGIN = 1.02  # a way counts as faster from 2 % on
 
@@ -152,3 +157,41 @@ def local_below(rows: Sequence[Row]) -> int:
         if all(wins[at : at + 2]):
             return int(count) if at else 0
     return int(rows[-1][0]) + 1
+
+
+def reductions(width: int, mesh: Mesh, dtype: str | None) -> Iterator[Row]:
+    """The time of each way to complete partial sums [rows, width] over the model ranks, in turns,
+    beside that of `sum`, and the bytes that a rank sends for it.
+    """
+    n, number = mesh.shape[MODEL], dtype or default_dtype()
+    ways = [Reduction(name) for name in ("sum", "two_shot", "ring_fp32")]
+    ways += [Reduction("ring_bf16", pieces) for pieces in REDUCE_PIECES]
+    reduce = [_reduction(how, mesh) for how in ways]
+    for rows in REDUCE_ROWS:
+        partials = jax.random.normal(jax.random.key(0), (n * rows, width), number)
+        partials = jax.device_put(partials, NamedSharding(mesh, PartitionSpec(MODEL)))
+        rounds = [[_timed(one, partials)[0] for one in reduce] for _ in range(REPEATS + 1)]
+        times = [1000 * statistics.median(of) for of in zip(*rounds[1:], strict=True)]
+        for how, ms in zip(ways, times, strict=True):
+            sent = traffic(how, n, rows, width, number).sent
+            yield rows, how.algorithm, how.pieces, ms, ms / times[0], sent
+
+
+def _reduction(how: Reduction, mesh: Mesh) -> Callable:
+    """The partials of all ranks, one below the other -> the sums of all ranks alike."""
+    spec = PartitionSpec(MODEL)
+    run = lambda partial: all_reduce(partial, how)  # noqa: E731
+    return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+
+
+def ring_from(rows: Sequence[Row]) -> tuple[int, int] | None:
+    """The row count from which ring_bf16 is faster than sum, twice in a row and by 2 %, and its
+    pieces: the smallest such count, with the fewest pieces; None where it never is.
+    """
+    found = []
+    for pieces in REDUCE_PIECES:
+        ring = [row for row in rows if row[1:3] == ("ring_bf16", pieces)]
+        wins = [(int(row[0]), float(row[4]) * MARGIN < 1) for row in ring]
+        pairs = itertools.pairwise(wins)
+        found += [(count, pieces) for (count, once), (_, twice) in pairs if once and twice]
+    return min(found, default=None)

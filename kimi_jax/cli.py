@@ -217,6 +217,11 @@ def _add_bench(commands: Any) -> None:
         help="find the row count below which local experts are faster than exchanging rows",
     )
     add(
+        "--reduce",
+        action="store_true",
+        help="find the row count from which a ring completes sums faster than the backend's sum",
+    )
+    add(
         "--compile",
         metavar="CONFIG",
         help="compile k3, k3.1, or the config at a path; runs nothing",
@@ -258,6 +263,7 @@ _BENCH_EXAMPLES = """\
   kimi-jax bench                              9 layers of random weights
   kimi-jax bench --shape mini-dsa --prompt 2048 --batch 1 --dtype bfloat16
   kimi-jax bench --experts --devices 8 --mesh 1x8
+  kimi-jax bench --reduce --devices 8 --dtype bfloat16
   kimi-jax bench --compile k3.1               the released size, from shapes alone
   kimi-jax bench --compile k3.1 --devices 8 --prompt 4096
 
@@ -741,8 +747,12 @@ def _bench(options: argparse.Namespace) -> int:
         setattr(options, name, getattr(options, name) or value)
     if options.dtype == "float64" and (options.compile or options.shape != "shipped"):
         raise Refused("--dtype float64 is for --shape shipped")
+    ways = {"compile": _compiled, "experts": _experts, "reduce": _reduce}
+    asked = [name for name in ways if getattr(options, name)]
+    if len(asked) > 1:
+        raise Refused(f"--{' and --'.join(asked)}: one at a time")
     mesh, place = _mesh(options), _placement(options)
-    measure = _compiled if options.compile else _experts if options.experts else _speed
+    measure = ways[asked[0]] if asked else _speed
     title, columns, rows = measure(options, mesh, place)
     if options.json:
         for row in rows:
@@ -752,6 +762,8 @@ def _bench(options: argparse.Namespace) -> int:
     _print_table(title, [column.replace("_", " ") for column in columns], said)
     if options.experts:
         _advise(mesh, rows)
+    if options.reduce:
+        _advise_ring(rows)
     return 0
 
 
@@ -799,6 +811,30 @@ def _experts(options: argparse.Namespace, mesh: Any, place: Any) -> tuple[str, A
         raise Refused("--experts compares ways over several devices: give --devices or --mesh")
     rows = list(bench.experts(_bench_config(options), mesh, place, options.dtype))
     return f"experts of {options.shape}, {_say_mesh(mesh)}", bench.EXPERTS_COLUMNS, rows
+
+
+def _reduce(options: argparse.Namespace, mesh: Any, place: Any) -> tuple[str, Any, list]:
+    from . import bench
+
+    if mesh.shape["model"] == 1:
+        raise Refused("--reduce sums over several model ranks: give --devices or --mesh")
+    if options.dtype == "float64":
+        raise Refused("--reduce measures float32 and bfloat16")
+    width = _bench_config(options).hidden
+    rows = list(bench.reductions(width, mesh, options.dtype))
+    return f"sums of rows of {width}, {_say_mesh(mesh)}", bench.REDUCE_COLUMNS, rows
+
+
+def _advise_ring(rows: list) -> None:
+    from . import bench
+
+    found = bench.ring_from(rows)
+    if found is None:
+        _write("here: ring_bf16 is not faster than sum; leave prefill_ring_rows at 0\n")
+        return
+    count, pieces = found
+    more = f", ring_pieces={pieces}" if pieces > 1 else ""
+    _write(f'here: Placement(prefill_reduce="ring_bf16", prefill_ring_rows={count}{more})\n')
 
 
 def _advise(mesh: Any, rows: list) -> None:

@@ -19,10 +19,12 @@ from .collectives import DATA, MODEL
 from .config import Config
 from .model import Declared, Kimi, declare, new_state, spans
 from .placement import Placement, PlacementError, Sizes, cut_ranks, mesh_sizes, say_mesh
+from .reductions import Reduction, Traffic, traffic, two_shot_rows
 from .state import STATE_DIMS
 
 CONTEXT = 4096  # tokens of a plan that names no context, where the model takes as many
 RESERVE = 2 * 10**9  # bytes set aside for temporaries: about what a step takes at full size
+PREFILL_ROWS = (16, 64, 256, 1024, 4096)  # of one request: the widths that prefill compiles
 MOST_DEVICES = 64  # of the meshes that a verdict tries
 _UNITS = ("B", "kB", "MB", "GB")
 _DTYPES = ("float32", "bfloat16", "float64")
@@ -143,6 +145,14 @@ class Plan:
     def _row(self) -> dict[str, tuple[int, int]]:
         return _row_bytes(self.config, self.placement, self.data, self.model, self.dtype)
 
+    def sums(self, rows: int, step: str = "prefill") -> tuple[Reduction, int, Traffic]:
+        """How a step of so many rows a data rank completes its partial sums, how many there are (two
+        a layer), and what each costs a rank. The latent columns of local experts are not counted.
+        """
+        how = self.placement.reduction(step, rows, self.model)
+        cost = traffic(how, self.model, rows, self.config.hidden, self.dtype)
+        return how, 2 * self.config.layers, cost
+
     def spare(self, memory: int | float, reserve: int | float = RESERVE) -> int:
         """Bytes left of a device's memory beside the plan and the reserve; negative: bytes lacking.
 
@@ -165,7 +175,18 @@ class Plan:
             "state": self.state_bytes,
             "total": self.total_bytes,
         }
-        return "\n".join([title, *_table(self.terms, sums)])
+        return "\n".join([title, *_table(self.terms, sums), *self._said_sums()])
+
+    def _said_sums(self) -> Iterator[str]:
+        """A line for the chosen reduction and for the one below its threshold, where one acts."""
+        threshold = self.placement.prefill_ring_rows
+        for rows in (threshold, two_shot_rows(PREFILL_ROWS, threshold)):
+            if rows and self.model > 1:
+                how, count, cost = self.sums(rows)
+                yield (
+                    f"prefill steps of {rows:,} rows: {count} sums by {how.algorithm}, each "
+                    f"{_say(cost.sent)} sent in {cost.steps} steps, {_say(cost.scratch)} of scratch"
+                )
 
 
 def plan(

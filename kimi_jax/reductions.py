@@ -13,6 +13,10 @@ r c to (r + 1) c. XLA on CPU takes subnormal numbers for zero when it adds.
 """
 
 import dataclasses
+import functools
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -183,6 +187,25 @@ def _scatter_traffic(how: Reduction, n: int, part: int, dtype: np.dtype) -> Traf
 def _gather_traffic(how: Reduction, n: int, part: int) -> Traffic:
     sent = (n - 1) * part
     return Traffic(sent, 1) if how.algorithm == "two_shot" else Traffic(sent, n - 1, sent)
+
+
+_COPY_ENGINE = "--xla_gpu_use_memcpy_local_p2p=true"
+
+
+@functools.cache
+def copy_engine_flags() -> str:
+    """What to put into XLA_FLAGS so that neighbour copies between GPUs of one machine become
+    memory copies, which copy engines make beside the kernels.
+
+    NotImplementedError where this jaxlib does not know the flag: an unknown one ends the process,
+    which is why another process is asked.
+    """
+    environment = {**os.environ, "XLA_FLAGS": _COPY_ENGINE, "JAX_PLATFORMS": "cpu"}
+    asked = [sys.executable, "-c", "import jax; jax.devices()"]
+    answer = subprocess.run(asked, env=environment, capture_output=True, text=True)
+    if answer.returncode:
+        raise NotImplementedError(f"this jaxlib does not know {_COPY_ENGINE}")
+    return _COPY_ENGINE
 
 
 # The definitions in numpy: all ranks at once, row by row, nothing cut or completed.

@@ -22,7 +22,7 @@ from .collectives import DATA, MODEL, ranks
 from .config import Config
 from .model import Kimi, build, declare, new_state, slice_sizes, spans
 from .placement import Placement, agree, make_mesh, mesh_sizes, to_host, to_mesh
-from .plan import device_memory, plan, refuse_what_exceeds
+from .plan import PREFILL_ROWS, device_memory, plan, refuse_what_exceeds
 from .progress import Progress
 from .state import STATE_DIMS, Forms, State, Step
 from .tokenizer import Tokenizer
@@ -30,7 +30,7 @@ from .tokenizer import Tokenizer
 Ids = ArrayLike | Sequence  # whole numbers, as an array or nested lists
 
 DTYPES = ("float32", "bfloat16", "float64")
-BUCKETS = (1, 16, 64, 256, 1024, 4096)
+BUCKETS = (1, *PREFILL_ROWS)
 SCAN_FROM = 24  # layers from which a scan pays on CPU too: unrolled runs faster, compiles slower
 
 

@@ -63,7 +63,7 @@ def model(saved):
 def loaded(model, saved, monkeypatch):
     """Every command of the test gets the one model, which compiles once."""
     monkeypatch.setattr(cli, "SHIPPED", saved)
-    monkeypatch.setattr(kj, "load", lambda path, dtype=None: model)
+    monkeypatch.setattr(kj, "load", lambda path, **options: model)
 
 
 @pytest.fixture

@@ -361,3 +361,17 @@ def test_the_memory_that_accelerators_report():
     assert memory(FakeMesh(80 * GB, 79 * GB)) == 79 * GB
     assert memory(FakeMesh(None, None)) is None
     assert memory(FakeMesh()) is None
+
+
+def test_a_plan_shows_what_the_chosen_sums_cost():
+    """3,072 rows of K3 at 8 ranks: the ring sends 2 (n - 1) / n of the tensor and lands as much."""
+    place = kj.Placement(prefill_reduce="ring_bf16", prefill_ring_rows=3072)
+    planned = plan(kj.Config.k3(), {"model": 8}, place)
+    how, count, cost = planned.sums(3072)
+    assert (how.algorithm, count, cost.steps) == ("ring_bf16", 186, 14)
+    assert cost.sent == cost.scratch == 2 * 7 * 3072 * 7168 * 2 // 8
+    assert planned.sums(1024)[0].algorithm == "two_shot"
+    assert planned.sums(4096, "decode")[0].algorithm == "sum"
+    assert "steps of 3,072 rows: 186 sums by ring_bf16" in str(planned)
+    assert "steps of 1,024 rows: 186 sums by two_shot" in str(planned)
+    assert "sums by" not in str(plan(kj.Config.k3(), {"model": 8}))

@@ -13,7 +13,7 @@ from conftest import ROOT
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import PartitionSpec
 
-from kimi_jax import make_mesh
+from kimi_jax import make_mesh, reductions
 from kimi_jax.collectives import all_reduce, reduce_scatter, round_to
 from kimi_jax.reductions import (
     Reduction,
@@ -433,3 +433,13 @@ def test_the_ring_sends_the_least_and_the_published_scratch():
     exact = traffic(RING_FP32, 8, 3072, 7168, "bfloat16", scatter=True)
     assert exact.sent == 7 * whole // 2  # four times what the scatter half of two_shot sends
     assert exact.sent == 4 * traffic(TWO_SHOT, 8, 3072, 7168, "bfloat16", scatter=True).sent
+
+
+def test_the_flag_of_the_copy_engines_is_one_that_this_jaxlib_knows(monkeypatch):
+    flag = reductions.copy_engine_flags()
+    assert flag.startswith("--xla_gpu_")
+    monkeypatch.setattr(reductions, "_COPY_ENGINE", "--xla_gpu_no_such_flag=true")
+    reductions.copy_engine_flags.cache_clear()
+    with pytest.raises(NotImplementedError, match="does not know --xla_gpu_no_such_flag"):
+        reductions.copy_engine_flags()
+    reductions.copy_engine_flags.cache_clear()
