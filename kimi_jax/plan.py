@@ -146,7 +146,7 @@ class Plan:
         return _row_bytes(self.config, self.placement, self.data, self.model, self.dtype)
 
     def sums(self, rows: int, step: str = "prefill") -> tuple[Reduction, int, Traffic]:
-        """How a step of so many rows a data rank completes its partial sums, how many there are (two
+        """How a step of so many rows a data rank completes partial sums, how many there are (two
         a layer), and what each costs a rank. The latent columns of local experts are not counted.
         """
         how = self.placement.reduction(step, rows, self.model)
