@@ -109,7 +109,10 @@ def _speed(what: str, B: int, T: int, first: float, times: Sequence[float]) -> R
 
 
 def compile_step(program: Program, B: int, T: int, slots: int) -> Row:
-    """Compiles a whole step of B rows and T tokens from shapes; no weight exists."""
+    """Compiles a whole step of B rows, completed over the data ranks, and T tokens from shapes; no
+    weight exists.
+    """
+    B = -(-B // program.sizes[DATA]) * program.sizes[DATA]
     rows = NamedSharding(program.mesh, PartitionSpec(DATA))
     ids = jax.ShapeDtypeStruct((B, T), jnp.int32, sharding=rows)
     lengths = jax.ShapeDtypeStruct((B,), jnp.int32, sharding=rows)

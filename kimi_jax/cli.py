@@ -15,6 +15,7 @@ import os
 import re
 import sys
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -133,6 +134,7 @@ def _add_mesh(command: argparse.ArgumentParser) -> None:
         help="D data x M model ranks (1 x all GPUs or --devices)",
     )
     _add_place(command)
+    add("--chunk", type=_positive, metavar="T", help="most tokens of a row in a prefill step")
     add("--coordinator", metavar="HOST:PORT", help="where process 0 listens, for several processes")
     add("--processes", type=_positive, metavar="N", help="how many processes run together")
     add("--process-id", type=int, metavar="I", help="which of them this one is, from 0 on")
@@ -337,6 +339,8 @@ def _join(options: argparse.Namespace) -> None:
     coordinator, count, number = given
     if coordinator is None or count is None or number is None:
         raise Refused("--coordinator, --processes and --process-id belong together")
+    if not re.fullmatch(r"[^:\s]+:\d{1,5}", coordinator):
+        raise Refused(f"--coordinator takes HOST:PORT, got {coordinator!r}")
     if not 0 <= number < count:
         raise Refused(f"--process-id {number} is not among the {count} processes, 0 to {count - 1}")
     import jax
@@ -378,7 +382,11 @@ def _load(path: Path, options: argparse.Namespace) -> Any:
     if options.dtype == "float64":
         jax.config.update("jax_enable_x64", True)
     mesh, place = _mesh(options), _placement(options)
-    return kj.load(path, mesh=mesh, placement=place, dtype=options.dtype)
+    with warnings.catch_warnings(record=True) as remarks:
+        model = kj.load(path, mesh=mesh, placement=place, dtype=options.dtype, chunk=options.chunk)
+    for remark in remarks:
+        _say(f"note: {remark.message}")
+    return model
 
 
 def _mesh(options: argparse.Namespace) -> Any:
@@ -401,6 +409,8 @@ def _placement(options: argparse.Namespace) -> Any:
     fields = {field.name: field.default for field in dataclasses.fields(kj.Placement)}
     values = {}
     for name, text in options.place or []:
+        if name in values:
+            raise Refused(f"--place {name}=... is given twice")
         if name not in fields:
             raise Refused(f"--place {name}=...: no such option, there are {', '.join(fields)}")
         if isinstance(fields[name], tuple):

@@ -55,6 +55,8 @@ def make_mesh(data: int = 1, model: int = 1) -> Mesh:
 
 def mesh_sizes(mesh: Mesh | Sizes) -> dict[str, int]:
     """The ranks of both axes, of a mesh or of a table of sizes; an axis left out has one rank."""
+    if isinstance(mesh, Mesh) and set(mesh.axis_names) != {DATA, MODEL}:
+        raise PlacementError(f"a mesh needs the axes data and model, got {mesh.axis_names}")
     given = dict(mesh.shape) if isinstance(mesh, Mesh) else dict(mesh)
     problems = [f"unknown mesh axis {name!r}" for name in given if name not in (DATA, MODEL)]
     problems += [
@@ -99,6 +101,7 @@ class Placement:
     "experts", "vocab", "dense" and "shared", those completed with zeros where they do not divide.
     `prefill_reduce`: how prefill steps of at least `prefill_ring_rows` rows a data rank complete
     their partial sums (0: as all others, by the backend's sum); smaller ones then take "two_shot".
+    A number above the chunk of `load` does nothing, which a warning says.
     The `ring_` options are those of `reductions.Reduction`, for "ring_bf16".
     On one device every answer is the same program. Options that are not built yet raise
     `NotImplementedError` naming the option when they are checked.
@@ -150,7 +153,7 @@ class Placement:
             if isinstance(value, str) or not isinstance(value, Sequence):
                 yield f"{name} must be a list of names, got {value!r}"
                 value = dict(expert_axes=(MODEL,), pad=())[name]
-            object.__setattr__(self, name, tuple(value))
+            object.__setattr__(self, name, tuple(dict.fromkeys(value)))
 
     def check(self, config: Config, mesh: Mesh | Sizes) -> None:
         """Raise unless this placement can run `config` on `mesh`; nothing is allocated before.
@@ -158,13 +161,15 @@ class Placement:
         One `PlacementError` names every dimension that does not divide, with its size and the rank
         count.
         """
-        for name in _NOT_BUILT:
-            if getattr(self, name) != type(self).__dataclass_fields__[name].default:
-                raise NotImplementedError(f"Placement.{name}={getattr(self, name)!r}")
+        fields = type(self).__dataclass_fields__
+        early = [n for n in _NOT_BUILT if getattr(self, n) != fields[n].default]
+        if early:
+            said = ", ".join(f"{name}={getattr(self, name)!r}" for name in early)
+            raise NotImplementedError(f"Placement is not built yet with {said}")
         sizes = mesh_sizes(mesh)
         problems = [
             f"  {name}: {size} over {ranks} ranks"
-            + (f" (pad={pad!r} would complete it to {-(-size // ranks) * ranks})" if pad else "")
+            + (f" (pad={(pad,)!r} would complete it to {-(-size // ranks) * ranks})" if pad else "")
             for name, size, ranks, pad in self._cuts(config, sizes)
             if size % ranks and pad not in self.pad
         ]
@@ -255,8 +260,8 @@ class Placement:
         if self.prefill_ring_rows <= chunk:
             return self
         warnings.warn(
-            f"prefill_ring_rows={self.prefill_ring_rows} is above the chunk of {chunk} tokens: "
-            f"prefill_reduce={self.prefill_reduce!r} does nothing",
+            f"prefill_ring_rows={self.prefill_ring_rows} is above the chunk of {chunk} tokens, so "
+            f"prefill_reduce={self.prefill_reduce!r} does nothing; load(chunk=...) raises it",
             stacklevel=3,
         )
         return dataclasses.replace(self, prefill_ring_rows=0)

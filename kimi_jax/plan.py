@@ -180,6 +180,12 @@ class Plan:
     def _said_sums(self) -> Iterator[str]:
         """A line for the chosen reduction and for the one below its threshold, where one acts."""
         threshold = self.placement.prefill_ring_rows
+        if threshold > PREFILL_ROWS[-1]:
+            yield (
+                f"prefill_ring_rows={threshold} is above the largest prefill step of a request, "
+                f"{PREFILL_ROWS[-1]:,} rows, and does nothing there"
+            )
+            return
         for rows in (threshold, two_shot_rows(PREFILL_ROWS, threshold)):
             if rows and self.model > 1:
                 how, count, cost = self.sums(rows)
@@ -190,7 +196,7 @@ class Plan:
 
 
 def plan(
-    config: Config,
+    config: Config | str | os.PathLike,
     mesh: Mesh | Sizes,
     placement: Placement | None = None,
     *,
@@ -206,6 +212,7 @@ def plan(
     says). Raises what `Placement.check` raises.
     """
     sizes = mesh_sizes(mesh)
+    config = config if isinstance(config, Config) else Config.from_hf(config)
     return Plan(
         config,
         placement or Placement(),
@@ -356,9 +363,13 @@ def _ways(plan: Plan, memory: int, reserve: int) -> Iterator[str]:
     cut = _changed(plan, placement=sharded) if sharded != plan.placement else None
     if cut and cut.fits(memory, reserve):
         yield f'on this mesh with latent="sharded": {_say(cut.total_bytes)} a device'
-    found = _smallest_mesh(plan, memory, reserve)
-    if found:
-        yield f"on a mesh of {say_mesh(found.mesh)}: {_say(found.total_bytes)} a device"
+    spread = dataclasses.replace(plan.placement, expert_axes=(DATA, MODEL))
+    wider = _changed(plan, placement=spread)
+    for how, one in (("", plan), (" with experts over data and model", wider)):
+        found = _smallest_mesh(one, memory, reserve) if one else None
+        if found:
+            yield f"on a mesh of {say_mesh(found.mesh)}{how}: {_say(found.total_bytes)} a device"
+            return
 
 
 def _smallest_mesh(plan: Plan, memory: int, reserve: int) -> Plan | None:

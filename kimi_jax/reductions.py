@@ -89,7 +89,7 @@ def wide_of(dtype: DTypeLike) -> np.dtype:
 
 def deals_of(rows: int, n: int, granule_rows: int) -> tuple[int, int]:
     """Rows that a chunk gets at a time, and how many times."""
-    block = granule_rows or -(-rows // n)
+    block = min(granule_rows, rows) or -(-rows // n)  # more than all rows are one granule
     return block, -(-rows // (n * block))
 
 

@@ -21,7 +21,7 @@ from .checkpoint import Checkpoint
 from .collectives import DATA, MODEL, ranks
 from .config import Config
 from .model import Kimi, build, declare, new_state, slice_sizes, spans
-from .placement import Placement, agree, make_mesh, mesh_sizes, to_host, to_mesh
+from .placement import Placement, PlacementError, agree, make_mesh, mesh_sizes, to_host, to_mesh
 from .plan import PREFILL_ROWS, device_memory, plan, refuse_what_exceeds
 from .progress import Progress
 from .state import STATE_DIMS, Forms, State, Step
@@ -356,6 +356,7 @@ class Model:
         return ids, lengths.astype(np.int32)
 
     def _fits(self, state: State, lengths: np.ndarray) -> None:
+        self._is_own(state)
         seen = to_host(state.length)
         if len(seen) != self._rows(len(lengths)):
             raise RequestError(f"the state holds {len(seen)} rows, the tokens {len(lengths)}")
@@ -367,6 +368,20 @@ class Model:
                 f"row {row} has seen {seen[row]} tokens and brings {lengths[row]}: "
                 f"more than the state's max_length {state.max_length}"
             )
+
+    def _is_own(self, state: State) -> None:
+        """Refuse what is no state, one that a step has consumed, and one of another model."""
+        if not isinstance(state, State):
+            raise RequestError(f"a state comes from new_state or a step, got {state!r:.60}")
+        if state.length.is_deleted():
+            raise RequestError("this state was consumed by a step: go on with the one it returned")
+        mesh, dtype = getattr(state.length.sharding, "mesh", None), state.hidden.dtype.name
+        if mesh is not None and mesh != self.mesh:
+            raise RequestError(
+                f"the state lives on another mesh than this model: {dict(mesh.shape)}"
+            )
+        if dtype != self.dtype:
+            raise RequestError(f"the state is {dtype}, the model {self.dtype}")
 
     def generate(self, prompts: Any, **options: Any) -> list[generation.Completion]:
         """Continue each prompt; see `kimi_jax.generate.generate` for the options."""
@@ -393,6 +408,17 @@ def default_dtype() -> str:
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
+def _mesh_and_placement(mesh: Any, placement: Any) -> tuple[Mesh, Placement]:
+    """What was given, or the defaults: one device."""
+    mesh = make_mesh() if mesh is None else mesh
+    placement = Placement() if placement is None else placement
+    if not isinstance(mesh, Mesh):
+        raise PlacementError(f"mesh must come from make_mesh, got {mesh!r}")
+    if not isinstance(placement, Placement):
+        raise PlacementError(f"placement must be a Placement, got {placement!r}")
+    return mesh, placement
+
+
 def make_program(
     config: Config,
     mesh: Mesh | None = None,
@@ -415,7 +441,7 @@ def make_program(
             "dtype float64 needs 64-bit types: "
             "jax.config.update('jax_enable_x64', True) before loading"
         )
-    mesh, placement = mesh or make_mesh(), placement or Placement()
+    mesh, placement = _mesh_and_placement(mesh, placement)
     placement.check(config, mesh)
     platform = mesh.devices.flat[0].platform
     if scan is None:
@@ -452,7 +478,8 @@ def load(
     if chunk is not None and (not isinstance(chunk, int) or chunk < 1):
         raise ValueError(f"chunk must be a positive whole number of tokens, got {chunk!r}")
     chunk = chunk or (256 if jax.default_backend() == "cpu" else 4096)
-    placement = (placement or Placement()).within(chunk)
+    mesh, placement = _mesh_and_placement(mesh, placement)
+    placement = placement.within(chunk)
     config = Config.from_hf(path)
     with Checkpoint(path, config) as checkpoint:
         program = make_program(

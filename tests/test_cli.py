@@ -486,6 +486,12 @@ BAD_MESHES = [
     (["--mesh", "1x3"], "heads: 8 over 3 ranks"),
     (["--place", "expert=local"], "--place expert=...: no such option, there are rows"),
     (["--place", "experts"], "'experts' is not of the form NAME=VALUE"),
+    (["--place", "pad=vocab", "--place", "pad=heads"], "--place pad=... is given twice"),
+    (["--place", "keys=helix"], "Placement is not built yet with keys='helix'"),
+    (
+        ["--coordinator", "here", "--processes", "2", "--process-id", "0"],
+        "--coordinator takes HOST:PORT, got 'here'",
+    ),
     (["--place", "local_below=few"], "local_below must be a whole number >= 0, got 'few'"),
     (["--processes", "2"], "--coordinator, --processes and --process-id belong together"),
     (

@@ -127,6 +127,21 @@ def test_two_requests_through_donated_buffers_equal_fresh_ones_on_eight_devices(
     np.testing.assert_allclose(got, want, atol=EXACT, rtol=0)
 
 
+def test_a_state_that_is_not_the_models_own_is_refused(folders):
+    one, two = (
+        kj.load(folders("meshed"), mesh, dtype="float32") for mesh in (None, kj.make_mesh(model=2))
+    )
+    state, tokens = one.new_state(1, 16), np.array([5])
+    _, following = one.decode(state, tokens)
+    with pytest.raises(kj.RequestError, match="consumed by a step"):
+        one.decode(state, tokens)
+    with pytest.raises(kj.RequestError, match="lives on another mesh"):
+        two.decode(following, tokens)
+    wide = kj.load(folders("meshed"), dtype="float64")
+    with pytest.raises(kj.RequestError, match="the state is float32, the model float64"):
+        wide.decode(following, tokens)
+
+
 # The collectives
 
 KINDS = ("all-reduce", "all-to-all", "all-gather", "reduce-scatter")

@@ -13,7 +13,7 @@ from models import AWKWARD, MESHED, write
 import kimi_jax as kj
 from kimi_jax.model import declare
 from kimi_jax.placement import mesh_sizes
-from kimi_jax.runner import make_program
+from kimi_jax.runner import _mesh_and_placement, make_program
 from kimi_jax.state import STATE_DIMS
 
 PAD = ("heads", "experts", "vocab", "dense", "shared")
@@ -122,6 +122,17 @@ def test_a_misfit_is_refused_before_anything_is_allocated(tmp_path):
 def test_options_that_are_not_built_say_so():
     with pytest.raises(NotImplementedError, match="rows"):
         kj.Placement(rows="sliced").check(AWKWARD, kj.make_mesh())
+
+
+def test_what_is_no_mesh_and_no_placement_is_refused(tmp_path):
+    folder = write(MESHED, tmp_path / "meshed")
+    names = jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])
+    with pytest.raises(kj.PlacementError, match="a mesh needs the axes data and model"):
+        kj.load(folder, names)
+    with pytest.raises(kj.PlacementError, match=r"mesh must come from make_mesh, got \(2, 4\)"):
+        _mesh_and_placement((2, 4), None)
+    with pytest.raises(kj.PlacementError, match=r"placement must be a Placement, got \{\}"):
+        _mesh_and_placement(None, {})
 
 
 def test_specs_follow_the_table():
