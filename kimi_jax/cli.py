@@ -415,8 +415,10 @@ def _placement(options: argparse.Namespace) -> Any:
             raise Refused(f"--place {name}=...: no such option, there are {', '.join(fields)}")
         if isinstance(fields[name], tuple):
             values[name] = tuple(part for part in text.split(",") if part)
+        elif isinstance(fields[name], int) and not text.isdecimal():
+            raise Refused(f"--place {name} takes a whole number, got {text!r}")
         else:
-            values[name] = int(text) if text.isdecimal() else text
+            values[name] = int(text) if isinstance(fields[name], int) else text
     return kj.Placement(**values)
 
 
