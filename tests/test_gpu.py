@@ -19,6 +19,7 @@ from tolerances import LOGITS
 import kimi_jax as kj
 from kimi_jax import collectives
 from kimi_jax.collectives import MODEL
+from kimi_jax.reductions import Reduction, emulate
 
 pytestmark = pytest.mark.gpu
 PAD = ("heads", "experts", "vocab", "dense", "shared")
@@ -84,3 +85,20 @@ def test_a_model_on_several_gpus_equals_one_gpu(gpus, one_gpu, experts, latent):
     state = model.new_state(len(lengths), 64)
     last, _ = model.prefill(state, tokens, lengths)
     close(last, expected[np.arange(len(lengths)), lengths - 1], LOGITS)
+
+
+HOWS = [
+    Reduction("two_shot"),
+    Reduction("ring_fp32"),
+    Reduction("ring_bf16"),
+    Reduction("ring_bf16", pieces=2, granule_rows=4),
+]
+
+
+@pytest.mark.parametrize("how", HOWS, ids=str)
+def test_a_chosen_sum_has_the_bits_of_its_definition(gpus, how):
+    partials = np.random.default_rng(0).normal(size=(gpus, 64, 128)).astype(jnp.bfloat16)
+    run = jax.jit(per_device(lambda x: collectives.all_reduce(x, how), 1, gpus))
+    expected = emulate(partials, how)
+    for one in jax.device_get(run(partials)):
+        same_bits(one, expected)
