@@ -108,9 +108,9 @@ def _speed(what: str, B: int, T: int, first: float, times: Sequence[float]) -> R
     return what, B, T, max(0.0, first - usual), usual * 1000, B * T / usual
 
 
-def compile_step(program: Program, B: int, T: int, slots: int) -> Row:
-    """Compiles a whole step of B rows, completed over the data ranks, and T tokens from shapes; no
-    weight exists.
+def compile_step(program: Program, B: int, T: int, slots: int) -> tuple[Any, dict[str, float]]:
+    """A whole step of B rows, completed over the data ranks, and T tokens, compiled from shapes,
+    and the seconds of each stage. No weight exists.
     """
     B = -(-B // program.sizes[DATA]) * program.sizes[DATA]
     rows = NamedSharding(program.mesh, PartitionSpec(DATA))
@@ -121,10 +121,10 @@ def compile_step(program: Program, B: int, T: int, slots: int) -> Row:
     times.append(time.perf_counter())
     lowered = traced.lower()
     times.append(time.perf_counter())
-    memory = lowered.compile().memory_analysis()
+    compiled = lowered.compile()
     times.append(time.perf_counter())
     seconds = (end - begin for begin, end in itertools.pairwise(times))
-    return (*seconds, memory.argument_size_in_bytes, memory.temp_size_in_bytes)
+    return compiled, dict(zip(("trace", "lower", "compile"), seconds, strict=True))
 
 
 def experts(config: Config, mesh: Mesh, place: Placement, dtype: str | None) -> Iterator[Row]:
@@ -155,11 +155,11 @@ def local_below(rows: Sequence[Row]) -> int:
     """The row count from which exchanging is faster, twice in a row and by 2 %; one more than the
     largest that was measured where it never is.
     """
-    wins = [float(by_local) * MARGIN < 1 for *_, by_local in rows]
-    for at, (count, *_) in enumerate(rows):
-        if all(wins[at : at + 2]):
-            return int(count) if at else 0
-    return int(rows[-1][0]) + 1
+    wins = [(int(count), float(by_local) * MARGIN < 1) for count, *_, by_local in rows]
+    for at, ((count, once), (_, twice)) in enumerate(itertools.pairwise(wins)):
+        if once and twice:
+            return count if at else 0
+    return wins[-1][0] + 1
 
 
 def reductions(width: int, mesh: Mesh, dtype: str | None) -> Iterator[Row]:

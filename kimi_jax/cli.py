@@ -794,7 +794,10 @@ def _compiled(options: argparse.Namespace, mesh: Any, place: Any) -> tuple[str, 
     slots = min(options.context, config.max_positions)
     (B, *_), T = options.batch, options.prompt
     title = f"a step of {options.compile}, {B} x {T} tokens, {slots} slots, {_say_mesh(mesh)}"
-    return title, bench.COMPILE_COLUMNS, [bench.compile_step(program, B, T, slots)]
+    compiled, seconds = bench.compile_step(program, B, T, slots)
+    memory = compiled.memory_analysis()
+    row = (*seconds.values(), memory.argument_size_in_bytes, memory.temp_size_in_bytes)
+    return title, bench.COMPILE_COLUMNS, [row]
 
 
 def _speed(options: argparse.Namespace, mesh: Any, place: Any) -> tuple[str, Any, list]:

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped, UInt
 
-from .reductions import SUM, Reduction, deals_of, wide_of
+from .layers import widen
+from .reductions import SUM, Reduction, deals_of
 
 MODEL = "model"
 DATA = "data"
@@ -247,7 +248,7 @@ def _ring(chunks: Float[Array, "n c X"], fp32_hops: int, axis: Axis) -> Float[Ar
     n, me = ranks(axis), rank(axis)
     total = chunks[me]
     for k in range(n - 1):
-        total = _widen(to_next(total, axis)) + _widen(chunks[(me - k - 1) % n])
+        total = widen(to_next(total, axis)) + widen(chunks[(me - k - 1) % n])
         if not n - 2 - fp32_hops <= k < n - 2:
             total = round_to(total, chunks.dtype)
     return total
@@ -268,9 +269,9 @@ def _by_pieces(run: Callable[[Array], Array], chunks: Array, how: Reduction) -> 
 
 def add_in_order(parts: Float[Array, "n c X"]) -> Float[Array, "c X"]:
     """parts[0] + parts[1] + ... from left to right in at least float32, rounded once."""
-    total = _widen(parts[0])
+    total = widen(parts[0])
     for part in parts[1:]:
-        total = total + _widen(part)
+        total = total + widen(part)
     return round_to(total, parts.dtype)
 
 
@@ -317,7 +318,3 @@ def join(chunks: Shaped[Array, "n c X"], rows: int, granule_rows: int = 0) -> Sh
     n, _, X = chunks.shape
     block, deals = deals_of(rows, n, granule_rows)
     return chunks.reshape(n, deals, block, X).swapaxes(0, 1).reshape(-1, X)[:rows]
-
-
-def _widen(x: Array) -> Array:
-    return x.astype(wide_of(x.dtype))

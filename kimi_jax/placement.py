@@ -8,7 +8,6 @@ decoder.
 import dataclasses
 import hashlib
 import math
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 
 import jax
@@ -19,7 +18,7 @@ from jaxtyping import Array, Float
 
 from .collectives import DATA, MODEL, all_reduce
 from .config import Config
-from .reductions import Reduction, choose
+from .reductions import Reduction, acting, choose
 
 # Leading letter of a dim -> the mesh axis that cuts it. E follows `expert_axes`, Y (the latent
 # projections and the router) `latent`; other letters are whole. An axis cuts one dim, the leftmost.
@@ -257,14 +256,9 @@ class Placement:
         """This placement for prefill steps of at most `chunk` tokens a row: a threshold above it
         does nothing, which a warning says.
         """
-        if self.prefill_ring_rows <= chunk:
-            return self
-        warnings.warn(
-            f"prefill_ring_rows={self.prefill_ring_rows} is above the chunk of {chunk} tokens, so "
-            f"prefill_reduce={self.prefill_reduce!r} does nothing; load(chunk=...) raises it",
-            stacklevel=3,
-        )
-        return dataclasses.replace(self, prefill_ring_rows=0)
+        acts = acting(self.prefill_ring_rows, chunk)
+        same = acts == self.prefill_ring_rows
+        return self if same else dataclasses.replace(self, prefill_ring_rows=acts)
 
     def reduction(self, step: str, rows: int, ranks: int) -> Reduction:
         """How a step of so many rows a data rank completes its partial sums; `reductions.choose`

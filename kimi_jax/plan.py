@@ -27,7 +27,7 @@ RESERVE = 2 * 10**9  # bytes set aside for temporaries: about what a step takes 
 PREFILL_ROWS = (16, 64, 256, 1024, 4096)  # of one request: the widths that prefill compiles
 MOST_DEVICES = 64  # of the meshes that a verdict tries
 _UNITS = ("B", "kB", "MB", "GB")
-_DTYPES = ("float32", "bfloat16", "float64")
+DTYPES = ("float32", "bfloat16", "float64")
 
 APART = "norms, float32 parts and KDA's f_a"
 _WEIGHT_TERMS = {  # the first pattern found in a weight's name says what it counts to
@@ -83,8 +83,8 @@ class Plan:
         ]
         if not problems and self.context > limit:
             problems.append(f"context {self.context} is over the model's {limit} tokens")
-        if self.dtype not in _DTYPES:
-            problems.append(f"dtype must be one of {', '.join(_DTYPES)}; got {self.dtype}")
+        if self.dtype not in DTYPES:
+            problems.append(f"dtype must be one of {', '.join(DTYPES)}; got {self.dtype}")
         if problems:
             raise ValueError("\n".join(problems))
         self.placement.check(self.config, self.mesh)

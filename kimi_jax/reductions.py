@@ -26,6 +26,8 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
+from .layers import at_least_float32
+
 ALGORITHMS = ("sum", "two_shot", "ring_fp32", "ring_bf16")
 STEPS = ("prefill", "decode", "verify")
 
@@ -82,11 +84,6 @@ SUM = Reduction()
 # What to use, and what it costs: pure functions of sizes.
 
 
-def wide_of(dtype: DTypeLike) -> np.dtype:
-    """What numbers of a dtype are added in."""
-    return jnp.promote_types(dtype, jnp.float32)
-
-
 def deals_of(rows: int, n: int, granule_rows: int) -> tuple[int, int]:
     """Rows that a chunk gets at a time, and how many times."""
     block = min(granule_rows, rows) or -(-rows // n)  # more than all rows are one granule
@@ -120,14 +117,21 @@ def choose(
         raise ValueError(f"{how.algorithm} is for prefill, not for a {step} step")
     if demanded:
         return how
-    if threshold > chunk:
-        warnings.warn(
-            f"no prefill step reaches the threshold of {threshold} rows: the chunk is {chunk}",
-            stacklevel=2,
-        )
-    if n == 1 or step != "prefill" or not 0 < threshold <= chunk:
+    if n == 1 or step != "prefill" or not acting(threshold, chunk):
         return Reduction("sum")
     return how if capacity >= threshold else Reduction("two_shot")
+
+
+def acting(threshold: int | float, chunk: int) -> int:
+    """A threshold as it acts: 0, off, where it is above the chunk, which a warning says."""
+    if threshold <= chunk:
+        return int(threshold)
+    warnings.warn(
+        f"prefill_ring_rows={threshold} is above the chunk of {chunk}: the chosen reduction does "
+        "nothing; load(chunk=...) raises the chunk",
+        stacklevel=3,
+    )
+    return 0
 
 
 def two_shot_rows(capacities: Iterable[int], threshold: int) -> int:
@@ -179,7 +183,7 @@ def _scatter_traffic(how: Reduction, n: int, part: int, dtype: np.dtype) -> Traf
         return Traffic((n - 1) * part, 1, n * part)
     if how.algorithm == "ring_fp32":
         return Traffic(n * (n - 1) // 2 * part, n - 1, n * (n - 1) // 2 * part)
-    wide = part * wide_of(dtype).itemsize // dtype.itemsize
+    wide = part * at_least_float32(dtype).itemsize // dtype.itemsize
     sent = (n - 1 - how.fp32_hops) * part + how.fp32_hops * wide
     return Traffic(sent, n - 1, sent)
 
@@ -226,7 +230,7 @@ def emulate(partials: Float[np.ndarray, "n P X"], how: Reduction) -> Float[np.nd
 
 def emulate_exact(partials: Float[np.ndarray, "n P X"]) -> Float[np.ndarray, "P X"]:
     """The sum in rank order, rounded once: two_shot and ring_fp32."""
-    wide = wide_of(partials.dtype)
+    wide = at_least_float32(partials.dtype)
     total = partials[0].astype(wide)
     for partial in partials[1:]:
         total = total + partial.astype(wide)
@@ -240,7 +244,7 @@ def emulate_ring(
     `fp32_hops` before it.
     """
     n, P, _ = partials.shape
-    wide = wide_of(partials.dtype)
+    wide = at_least_float32(partials.dtype)
     chunk_of_row = np.arange(P) // (granule_rows or -(-P // n)) % n
     result = np.empty_like(partials[0])
     for i in range(n):

@@ -22,14 +22,13 @@ from .collectives import DATA, MODEL, ranks
 from .config import Config
 from .model import Kimi, build, declare, new_state, slice_sizes, spans
 from .placement import Placement, PlacementError, agree, make_mesh, mesh_sizes, to_host, to_mesh
-from .plan import PREFILL_ROWS, device_memory, plan, refuse_what_exceeds
+from .plan import DTYPES, PREFILL_ROWS, device_memory, plan, refuse_what_exceeds
 from .progress import Progress
 from .state import STATE_DIMS, Forms, State, Step
 from .tokenizer import Tokenizer
 
 Ids = ArrayLike | Sequence  # whole numbers, as an array or nested lists
 
-DTYPES = ("float32", "bfloat16", "float64")
 BUCKETS = (1, *PREFILL_ROWS)
 SCAN_FROM = 24  # layers from which a scan pays on CPU too: unrolled runs faster, compiles slower
 
@@ -75,7 +74,7 @@ class Program:
         """The mesh axes of every weight, by path."""
         return {w.path: self.place.spec(w.dims) for w in declare(self.declared)}
 
-    @property
+    @functools.cached_property
     def sizes(self) -> dict[str, int]:
         """The ranks of both mesh axes."""
         return mesh_sizes(self.mesh)

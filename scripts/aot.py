@@ -15,12 +15,10 @@ around a collective counts. One in a branch counts as if the branch ran.
 
 import argparse
 import dataclasses
-import itertools
 import json
 import os
 import re
 import resource
-import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,15 +26,14 @@ from typing import Any, NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh
 
 import kimi_jax as kj
+from kimi_jax.bench import compile_step
 from kimi_jax.collectives import DATA, MODEL
-from kimi_jax.runner import Program, make_program
+from kimi_jax.runner import make_program
 from kimi_jax.state import Forms
 
 TARGET = """\
@@ -236,25 +233,6 @@ def make_mesh(data: int, model: int, target: str) -> Mesh:
     return Mesh(devices, (DATA, MODEL), axis_types=(AxisType.Auto, AxisType.Auto))
 
 
-def compile_step(
-    program: Program, batch: int, tokens: int, context: int
-) -> tuple[Any, dict[str, float]]:
-    """A step of so many rows, new tokens and slots, compiled; and the seconds of each stage."""
-    rows = NamedSharding(program.mesh, PartitionSpec(DATA))
-    ids = jax.ShapeDtypeStruct((batch, tokens), jnp.int32, sharding=rows)
-    lengths = jax.ShapeDtypeStruct((batch,), jnp.int32, sharding=rows)
-    inputs = program.weight_shapes, program.state_shapes(batch, context), ids, lengths
-    times = [time.perf_counter()]
-    traced = program.step.trace(*inputs)
-    times.append(time.perf_counter())
-    lowered = traced.lower()
-    times.append(time.perf_counter())
-    compiled = lowered.compile()
-    times.append(time.perf_counter())
-    seconds = [round(end - begin, 2) for begin, end in itertools.pairwise(times)]
-    return compiled, dict(zip(("trace", "lower", "compile"), seconds, strict=True))
-
-
 def memory_bytes(compiled: Any) -> dict[str, int]:
     """Bytes of one device by use; an output that aliases an argument takes no more."""
     memory = compiled.memory_analysis()
@@ -355,7 +333,7 @@ def print_report(found: dict[str, Any]) -> None:
         f"{found['config']} {found['step']}: tokens [{batch}, {tokens}], {found['context']} slots,"
         f" data {mesh[DATA]} x model {mesh[MODEL]}, {found['dtype']}, {found['placement']}"
     )
-    print(*(f"{stage} {seconds} s," for stage, seconds in found["seconds"].items()), end=" ")
+    print(*(f"{stage} {seconds:.2f} s," for stage, seconds in found["seconds"].items()), end=" ")
     print(f"peak host memory {found['peak_rss'] / 1e9:.2f} GB")
     if found["memory"] != found["memory_of_target"]:
         print(

@@ -25,7 +25,6 @@ import kimi_jax as kj
 from kimi_jax.checkpoint import Checkpoint
 from kimi_jax.model import build, declare, slice_sizes
 from kimi_jax.runner import make_program
-from kimi_jax.state import Forms
 
 P, BOTH = kj.Placement, ("data", "model")
 ALL = ("heads", "experts", "vocab", "dense", "shared")
@@ -331,11 +330,6 @@ def test_a_failure_half_way_leaves_nothing_behind(folders):
         else:
             raise AssertionError("a failed read was not raised")
     assert len(jax.live_arrays()) == before
-
-
-def test_ragged_transport_is_refused_where_there_is_none():
-    with pytest.raises(NotImplementedError, match="transport='ragged'"):
-        make_program(MESHED, kj.make_mesh(model=2), forms=Forms(transport="ragged"))
 
 
 # Several processes

@@ -343,7 +343,7 @@ def test_choice(how, n):
 
 
 def test_a_threshold_above_the_chunk_does_nothing_but_warn():
-    with pytest.warns(UserWarning, match="no prefill step reaches the threshold of 4097 rows"):
+    with pytest.warns(UserWarning, match="4097 is above the chunk of 4096"):
         assert select(threshold=4097, capacity=4096) == SUM
     with warnings.catch_warnings(action="error"):
         select(threshold=4096)
