@@ -311,7 +311,7 @@ class Model:
         """
         return -(-batch // self.program.sizes[DATA]) * self.program.sizes[DATA]
 
-    def _placed(self, ids: np.ndarray, lengths: np.ndarray) -> tuple[Array, Array]:
+    def _placed(self, ids: np.ndarray, lengths: np.ndarray) -> tuple[Any, Any]:
         """Ids and lengths on the mesh, completed to whole rows and to a bucket's width."""
         B, T = ids.shape
         more = self._rows(B) - B
