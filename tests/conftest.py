@@ -2,6 +2,7 @@
 golden checkpoints.
 """
 
+import gc
 import lzma
 import os
 import tarfile
@@ -37,6 +38,16 @@ jax.config.update(
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 install_import_hook("kimi_jax", "beartype.beartype")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_end_with_their_module():
+    """A compiled program takes dozens of memory mappings, of which Linux gives a process 65,530:
+    without this the whole suite in two processes comes within a tenth of them, and crashes beyond.
+    """
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="session")
