@@ -17,6 +17,7 @@ norm, head -> sample -> TextBuilder.
 from .checkpoint import CheckpointError
 from .config import Config, ConfigError
 from .generate import Completion, Event, Greedy, PromptError, Sample, TokenLogprob, Usage
+from .handover import load_state, move
 from .placement import Placement, PlacementError, make_mesh
 from .plan import Plan, plan
 from .reductions import copy_engine_flags
@@ -42,6 +43,8 @@ __all__ = [
     "Usage",
     "copy_engine_flags",
     "load",
+    "load_state",
     "make_mesh",
+    "move",
     "plan",
 ]

@@ -41,16 +41,16 @@ def all_gather(part: Array, dim: int, axis: Axis = MODEL) -> Array:
     return jax.lax.all_gather(part, axis, axis=dim, tiled=True)
 
 
-def embed(table: Float[Array, "Z D"], tokens: Array) -> Array:
-    """Rows of a vocabulary-sharded table: each rank looks up the ids it owns, zero elsewhere, then
-    one sum.
+def embed(table: Float[Array, "Z D"], tokens: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
+    """Rows of a vocabulary-sharded table, as a partial sum: each rank looks up the ids it owns, and
+    has zero elsewhere.
     """
     local = tokens - rank() * table.shape[0]
     if ranks() == 1:
         return table[local]
     owned = (local >= 0) & (local < table.shape[0])
     rows = table[jnp.where(owned, local, 0)]
-    return all_reduce(jnp.where(owned[..., None], rows, jnp.zeros((), table.dtype)))
+    return jnp.where(owned[..., None], rows, jnp.zeros((), table.dtype))
 
 
 # Slices of rows and of columns. Rank r of n owns rows r c to (r + 1) c of P, c = ceil(P / n).
@@ -101,6 +101,57 @@ def rows_to_columns(own: Float[Array, "c L"], rows: int, axis: Axis = MODEL) -> 
 
 def _complete(x: Array, rows: int) -> Array:
     return jnp.pad(x, ((0, rows - x.shape[0]), *[(0, 0)] * (x.ndim - 1)))
+
+
+def all_rows(own: Float[Array, "c D"], rows: int, axis: Axis = MODEL) -> Float[Array, "P D"]:
+    """Every rank's own rows, joined, without what completes them."""
+    return all_gather(own, 0, axis)[:rows]
+
+
+def to_head_owners(x: Array, axis: Axis = MODEL) -> Array:
+    """What a rank has of all heads [B, T, H, X] -> what every rank has of this rank's heads
+    [n, B, T, h, X], h = ceil(H / n); heads beyond H are zero.
+    """
+    n = ranks(axis)
+    if n == 1:
+        return x[None]
+    B, T, H, X = x.shape
+    whole = jnp.pad(x, ((0, 0), (0, 0), (0, -H % n), (0, 0)))
+    return jax.lax.all_to_all(jnp.moveaxis(whole.reshape(B, T, n, -1, X), 2, 0), axis, 0, 0)
+
+
+# Messages: arrays of several types side by side.
+
+
+def to_bits(*arrays: Array) -> UInt[Array, "... X"]:
+    """Arrays side by side along their last dim as bits: unsigned integers as wide as the first's
+    numbers. Numbers of the others may be wider, whole numbers go by value.
+    """
+    bits = jnp.dtype(f"uint{8 * arrays[0].dtype.itemsize}")
+    columns = [
+        x.astype(bits)
+        if jnp.issubdtype(x.dtype, jnp.integer)
+        else jax.lax.bitcast_convert_type(x, bits).reshape(*x.shape[:-1], -1)
+        for x in arrays
+    ]
+    return jnp.concatenate(columns, axis=-1)
+
+
+def of_bits(bits: UInt[Array, "... X"], *widths: tuple[int, DTypeLike]) -> list[Array]:
+    """`to_bits` undone: the arrays of so many numbers of a type in each row."""
+    arrays, first = [], 0
+    for width, dtype in widths:
+        dtype = jnp.dtype(dtype)
+        whole = jnp.issubdtype(dtype, jnp.integer)
+        each = 1 if whole else dtype.itemsize // bits.dtype.itemsize
+        part = bits[..., first : first + width * each]
+        first += width * each
+        if whole:
+            arrays.append(part.astype(dtype))
+        else:
+            split = part.reshape(*part.shape[:-1], width, each) if each > 1 else part
+            arrays.append(jax.lax.bitcast_convert_type(split, dtype))
+    return arrays
 
 
 # The all-to-all of variable size: each rank holds a block of up to c rows for every rank.

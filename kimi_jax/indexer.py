@@ -10,11 +10,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt
 
+from . import collectives
+from .collectives import MODEL, Axis
 from .config import Config
+from .helix import Stripes
 from .layers import HIGHEST, at_least_float32, layer_norm, linear, linear_wide, weight
+from .reductions import SUM, traffic
 from .state import Step, read_block
+
+DIGIT_BITS = 8  # of the search by histograms
 
 
 def score(
@@ -65,6 +71,137 @@ def select_mask(scores: Float[Array, "B T S"], keep: int) -> Bool[Array, "B T S"
     return ((scores > last) | ((scores == last) & (slots <= at))) & (scores > -jnp.inf)
 
 
+# The same selection where each rank holds some of the positions. Scores as `score` gives them:
+# float32 or float64, no -0.0.
+
+
+def select_cut(
+    scores: Float[Array, "B T s"],
+    positions: Int[Array, " s"],
+    keep: int,
+    axis: Axis = MODEL,
+    limit: int = 2**31,
+    form: str = "auto",
+) -> tuple[Int[Array, "B T u"], Bool[Array, "B T u"]]:
+    """This rank's u = min(keep, s) best slots, the best first, and which of them are among the
+    `keep` best keys of all ranks: the first ones. Over all ranks these are those of
+    `select_sorted`.
+
+    `positions`, below `limit`, are those of this rank's slots: ascending, and no other rank's.
+    `form` says how the ranks find out: "candidates" or "histograms", of the same result, or "auto",
+    the one of fewer `selection_bytes`.
+    """
+    u, n = min(keep, scores.shape[-1]), collectives.ranks(axis)
+    best, slots = jax.lax.top_k(scores, u)
+    slots = slots.astype(jnp.int32)
+    if n == 1:
+        return slots, best > -jnp.inf
+    if form == "auto":
+        sent = selection_bytes(n, keep, scores.shape[-1], scores.dtype, limit)
+        form = min(sent, key=lambda name: sent[name])
+    if form == "candidates":
+        return slots, _kept_of_candidates(best, positions[slots], keep, axis)
+    if form == "histograms":
+        return slots, _kept_by_histograms(best, positions[slots], keep, axis, limit)
+    raise ValueError(f"form must be auto, candidates or histograms, got {form!r}")
+
+
+def selection_bytes(
+    n: int, keep: int, slots: int, dtype: DTypeLike, limit: int = 2**31
+) -> dict[str, int]:
+    """The bytes that a rank of n, with so many slots of its own, sends for a query in each form of
+    `select_cut`: every candidate to every rank in one message, or one histogram a digit.
+    """
+    size = jnp.dtype(dtype).itemsize
+    digits = _digits(8 * size) + _digits((limit - 1).bit_length())
+    histogram = traffic(SUM, n, 1, 2**DIGIT_BITS, jnp.int32).sent
+    return {
+        "candidates": (n - 1) * min(keep, slots) * (size + 4),
+        "histograms": digits * histogram,
+    }
+
+
+def _digits(width: int) -> int:
+    return -(-width // DIGIT_BITS)
+
+
+def _kept_of_candidates(
+    best: Float[Array, "B T u"], positions: Int[Array, "B T u"], keep: int, axis: Axis
+) -> Bool[Array, "B T u"]:
+    """Every rank sees all candidates and finds the last that is kept."""
+    words = collectives.all_gather(_pack(best, positions), 2, axis)
+    scores, places = _unpack(words, best.dtype)
+    falling, places = jax.lax.sort((-scores, places), num_keys=2)
+    end = min(keep, falling.shape[-1])
+    last, at = -falling[..., end - 1 : end], places[..., end - 1 : end]
+    return ((best > last) | ((best == last) & (positions <= at))) & (best > -jnp.inf)
+
+
+def _pack(
+    scores: Float[Array, "B T u"], positions: Int[Array, "B T u"]
+) -> UInt[Array, "B T u words"]:
+    """A score and its position in 32-bit words."""
+    words = jax.lax.bitcast_convert_type(scores, jnp.uint32).reshape(*scores.shape, -1)
+    return jnp.concatenate([words, positions.astype(jnp.uint32)[..., None]], -1)
+
+
+def _unpack(
+    words: UInt[Array, "B T X words"], dtype: DTypeLike
+) -> tuple[Float[Array, "B T X"], Int[Array, "B T X"]]:
+    """`_pack` undone."""
+    score_words = words[..., 0] if words.shape[-1] == 2 else words[..., :-1]
+    scores = jax.lax.bitcast_convert_type(score_words, dtype)
+    return scores, words[..., -1].astype(jnp.int32)
+
+
+def _kept_by_histograms(
+    best: Float[Array, "B T u"], positions: Int[Array, "B T u"], keep: int, axis: Axis, limit: int
+) -> Bool[Array, "B T u"]:
+    """Radix selection: digit by digit from the top, the ranks count together how many candidates
+    have which digit among those that agree with the last kept one so far.
+    """
+    score_keys = _sortable(best)
+    places = (limit - 1 - positions).astype(jnp.uint32)
+    undecided, kept = best > -jnp.inf, jnp.zeros(best.shape, bool)
+    left = jnp.full((*best.shape[:2], 1), keep, jnp.int32)
+    for keys, width in ((score_keys, 8 * best.dtype.itemsize), (places, (limit - 1).bit_length())):
+        for i in reversed(range(_digits(width))):
+            digit = ((keys >> (i * DIGIT_BITS)) & (2**DIGIT_BITS - 1)).astype(jnp.int32)
+            counts = collectives.all_reduce(_histogram(digit, undecided), axis=axis)
+            last, above = _digit_of(left, counts)
+            kept |= undecided & (digit > last)
+            undecided &= digit == last
+            left -= above
+    return kept | undecided
+
+
+def _sortable(x: Float[Array, "B T u"]) -> UInt[Array, "B T u"]:
+    """Unsigned numbers in the order of x: of negative ones all bits turn, of others the sign."""
+    word = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+    bits = jax.lax.bitcast_convert_type(x, word)
+    return jnp.where(x < 0, ~bits, bits | word.type(1 << (8 * word.itemsize - 1)))
+
+
+def _histogram(digit: Int[Array, "B T u"], counted: Bool[Array, "B T u"]) -> Int[Array, "B T bins"]:
+    """How many of each query's counted candidates have each digit."""
+    B, T, _ = digit.shape
+    b, t = jnp.arange(B, dtype=jnp.int32), jnp.arange(T, dtype=jnp.int32)
+    zeros = jnp.zeros((B, T, 2**DIGIT_BITS), jnp.int32)
+    return zeros.at[b[:, None, None], t[:, None], digit].add(counted.astype(jnp.int32))
+
+
+def _digit_of(
+    nth: Int[Array, "B T 1"], counts: Int[Array, "B T bins"]
+) -> tuple[Int[Array, "B T 1"], Int[Array, "B T 1"]]:
+    """The digit of the nth candidate from the top, -1 where there are fewer, and how many have a
+    greater one.
+    """
+    from_top = jnp.cumsum(counts[..., ::-1], -1, dtype=jnp.int32)[..., ::-1]
+    reached = from_top >= nth
+    above = jnp.where(reached, 0, from_top).max(-1, keepdims=True)
+    return reached.sum(-1, keepdims=True, dtype=jnp.int32) - 1, above
+
+
 class Indexer(nnx.Module):
     """Projects index keys and queries. Whole on every rank, so that all select the same keys."""
 
@@ -102,20 +239,31 @@ def score_cache(
     step: Step,
     block: int,
 ) -> Float[Array, "B T S"]:
-    """Scores against a whole cache of index keys, -inf beyond each query's own position; empty
-    blocks cost nothing.
+    """Scores against this rank's whole cache of index keys, -inf beyond each query's own position;
+    empty blocks cost nothing.
     """
     B, T = positions.shape
     S = cache.shape[2]
-    total = step.start + step.lengths
     dtype = at_least_float32(q.dtype)
 
     def one(i: Array, scores: Array) -> Array:
         first = jnp.minimum(i * block, S - block)
-        keys = read_block(cache, step.group, first, block, total, q.dtype)
+        keys, _ = read_block(cache, first, block, q.dtype, step)
         return jax.lax.dynamic_update_slice_in_dim(scores, score(q, w, keys), first, 2)
 
-    blocks = (jnp.max(total) + block - 1) // block
+    blocks = (step.held + block - 1) // block
     scores = jax.lax.fori_loop(0, blocks, one, jnp.full((B, T, S), -jnp.inf, dtype))
-    causal = jnp.arange(S, dtype=jnp.int32) <= positions[..., None]
+    causal = step.positions_of(jnp.arange(S, dtype=jnp.int32)) <= positions[..., None]
     return jnp.where(causal, scores, -jnp.inf)
+
+
+def select(
+    scores: Float[Array, "B T S"], positions: Int[Array, " S"], keep: int, stripes: Stripes
+) -> tuple[Int[Array, "B T U"], Bool[Array, "B T U"]]:
+    """The slots of the keys that this rank holds of each query's `keep` best, and which of them
+    are.
+    """
+    if stripes.ranks == 1:
+        return select_top_k(scores, keep)
+    limit = stripes.ranks * scores.shape[-1]
+    return select_cut(scores, positions, keep, limit=limit)

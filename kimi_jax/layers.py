@@ -88,15 +88,15 @@ def situ(gate: Float[Array, "*rows F"], up: Float[Array, "*rows F"], config: Con
 
 class MLP(nnx.Module):
     """down(situ(gate x, up x)): the dense layers and the shared experts. The result is a partial
-    sum over F.
+    sum over the width, whose letter says what cuts it.
     """
 
-    def __init__(self, config: Config, width: int, dtype: DTypeLike):
-        D, F = config.hidden, width
+    def __init__(self, config: Config, width: int, dtype: DTypeLike, letter: str = "F"):
+        D = config.hidden
         self.config = config
-        self.w_gate = weight(dtype, F=F, D=D)
-        self.w_up = weight(dtype, F=F, D=D)
-        self.w_down = weight(dtype, D=D, F=F)
+        self.w_gate = weight(dtype, nnx.Param, **{letter: width, "D": D})
+        self.w_up = weight(dtype, nnx.Param, **{letter: width, "D": D})
+        self.w_down = weight(dtype, nnx.Param, **{"D": D, letter: width})
 
     def __call__(self, x: Float[Array, "P D"]) -> Float[Array, "P D"]:
         """x [P, D] -> this rank's partial sum [P, D]."""

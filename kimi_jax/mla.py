@@ -13,8 +13,10 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from . import helix
 from .config import Config
-from .indexer import Indexer, score, score_cache, select_mask, select_sorted, select_top_k
+from .helix import Partial
+from .indexer import Indexer, score, score_cache, select, select_mask, select_sorted
 from .layers import HIGHEST, at_least_float32, linear, rms_norm, weight, widen
 from .state import MLAState, Step, from_cache, read_block, write_rows
 
@@ -67,23 +69,22 @@ def attend_rows(
     value_width: int,
     scale: float,
     slots: int,
-) -> Float[Array, "B T H C"]:
-    """Every query over all latent rows up to its position, a block of keys at a time (online
-    softmax).
+) -> Partial:
+    """Every query over all latent rows up to its position that this rank holds, a block of keys at
+    a time (online softmax).
 
     Only the first `slots` slots can hold keys, and only blocks that hold some are read. A block
     comes straight out of the stack of caches, so that no layer's cache is copied.
     """
     B, T, H, _ = q.shape
     block = min(KEY_BLOCK, slots)
-    total = step.start + step.lengths
 
     def one(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         top, mass, acc = carry
         first = jnp.minimum(i * block, slots - block)
-        rows = read_block(cache, step.group, first, block, total, q.dtype)
+        rows, held = read_block(cache, first, block, q.dtype, step)
         slot = first + jnp.arange(block, dtype=jnp.int32)
-        seen = (slot <= positions[..., None]) & (slot >= i * block)
+        seen = (held <= positions[..., None]) & (slot >= i * block)
         scores = jnp.where(seen[:, None], dot("bthr,bsr->bhts", q, rows) * scale, -jnp.inf)
         new_top = jnp.maximum(top, scores.max(-1))
         safe = jnp.where(new_top == -jnp.inf, 0, new_top)
@@ -98,9 +99,10 @@ def attend_rows(
         jnp.zeros((B, H, T), wide),
         jnp.zeros((B, H, T, value_width), wide),
     )
-    blocks = (jnp.minimum(jnp.max(total), slots) + block - 1) // block
-    _, mass, acc = jax.lax.fori_loop(0, blocks, one, empty)
-    return jnp.moveaxis(acc / jnp.maximum(mass, 1e-30)[..., None], 1, 2).astype(q.dtype)
+    blocks = (jnp.minimum(step.held, slots) + block - 1) // block
+    top, mass, acc = jax.lax.fori_loop(0, blocks, one, empty)
+    o = (acc / jnp.maximum(mass, 1e-30)[..., None]).astype(q.dtype)
+    return Partial(*(jnp.moveaxis(x, 1, 2) for x in (o, top, mass)))
 
 
 def attend_selected(
@@ -111,22 +113,25 @@ def attend_selected(
     kept: Bool[Array, "B T U"],
     value_width: int,
     scale: float,
-) -> Float[Array, "B T H C"]:
+) -> Partial:
     """Every query over the rows chosen for it, gathered from the stack of caches."""
     batch = jnp.arange(q.shape[0], dtype=jnp.int32)[:, None, None]
     rows = from_cache(cache[group, batch, chosen], q.dtype)
     rows = jnp.where(kept[..., None], rows, jnp.zeros((), q.dtype))
     scores = jnp.where(kept[..., None, :], dot("bthr,btur->bthu", q, rows) * scale, -jnp.inf)
-    weights = jnp.exp(
-        scores - jnp.maximum(scores.max(-1, keepdims=True), jnp.finfo(scores.dtype).min)
-    )
-    mass = jnp.maximum(weights.sum(-1), 1e-30)
+    top = scores.max(-1)
+    weights = jnp.exp(scores - jnp.maximum(top, jnp.finfo(scores.dtype).min)[..., None])
+    mass = weights.sum(-1)
     out = dot("bthu,btuc->bthc", weights.astype(q.dtype), rows[..., :value_width])
-    return (out / mass[..., None]).astype(q.dtype)
+    return Partial((out / jnp.maximum(mass, 1e-30)[..., None]).astype(q.dtype), top, mass)
 
 
 class MLA(nnx.Module):
-    """The MLA sublayer on this rank's heads; its result is a partial sum over heads."""
+    """The MLA sublayer on this rank's heads; its result is a partial sum over heads.
+
+    Where keys are cut over ranks, every rank makes the queries of all heads, attends over its own
+    keys, and goes on with its own heads after one exchange.
+    """
 
     def __init__(self, config: Config, dtype: DTypeLike):
         D, H, Q, C = config.hidden, config.heads, config.q_rank, config.kv_rank
@@ -134,11 +139,11 @@ class MLA(nnx.Module):
         self.config = config
         self.w_q_a = weight(dtype, Q=Q, D=D)
         self.q_norm = weight(dtype, Q=Q)
-        self.w_q_b = weight(dtype, HK=(H, K), Q=Q)
+        self.w_q_b = weight(dtype, MK=(H, K), Q=Q)
         self.w_kv_a = weight(dtype, R=config.latent_row, D=D)
         self.kv_norm = weight(dtype, C=C)
-        self.w_k_b = weight(dtype, H=H, N=N, C=C)
-        self.w_v_b = weight(dtype, H=H, V=V, C=C)
+        self.w_k_b = weight(dtype, M=H, N=N, C=C)
+        self.w_v_b = weight(dtype, O=H, V=V, C=C)
         if config.mla_output_gate:
             self.w_gate = weight(dtype, HV=(H, V), D=D)
         self.w_o = weight(dtype, D=D, HV=(H, V))
@@ -168,12 +173,10 @@ class MLA(nnx.Module):
         C = self.config.kv_rank
         row = linear(x, self.w_kv_a[...])
         c = rms_norm(row[..., :C], self.kv_norm[...], self.config.mla_norm_eps)
-        latents = write_rows(
-            state.latents, step.group, jnp.concatenate([c, row[..., C:]], -1), step
-        )
+        latents = write_rows(state.latents, jnp.concatenate([c, row[..., C:]], -1), step)
         index_keys = state.index_keys
         if index_keys is not None:
-            index_keys = write_rows(index_keys, step.group, self.indexer.keys(x), step)
+            index_keys = write_rows(index_keys, self.indexer.keys(x), step)
         return MLAState(latents, index_keys)
 
     @property
@@ -186,13 +189,12 @@ class MLA(nnx.Module):
 
     def _expanded(self, q: Array, x: Array, latent: Array, state: MLAState, step: Step) -> Array:
         S = state.latents.shape[2]
-        total = step.start + step.lengths
-        latents = read_block(state.latents, step.group, jnp.int32(0), S, total, q.dtype)
+        latents, _ = read_block(state.latents, jnp.int32(0), S, q.dtype, step)
         allowed = jnp.arange(S, dtype=jnp.int32) <= step.positions[..., None]
         bias = 0.0
         if self.config.sparse and state.index_keys is not None:
             q_i, w_i = self.indexer.queries(x, latent)
-            keys = read_block(state.index_keys, step.group, jnp.int32(0), S, total, q.dtype)
+            keys, _ = read_block(state.index_keys, jnp.int32(0), S, q.dtype, step)
             scores = score(q_i, w_i, keys)
             teach = step.forms.select == "teach"
             select = select_mask if teach else select_sorted
@@ -204,42 +206,55 @@ class MLA(nnx.Module):
         return expanded(q, latents, self.w_k_b[...], self.w_v_b[...], allowed, self._scale, bias)
 
     def _absorbed(self, q: Array, x: Array, latent: Array, state: MLAState, step: Step) -> Array:
-        N, C = self.config.nope_dim, self.config.kv_rank
+        N, values = self.config.nope_dim, jnp.swapaxes(self.w_v_b[...], 1, 2)
         q = jnp.concatenate([per_head(q[..., :N], self.w_k_b[...]), q[..., N:]], -1)
-        S, U = state.latents.shape[2], self.config.index_topk
+        part = self._partial(q, x, latent, state, step)
+        if step.stripes.ranks == 1:
+            return per_head(part.o, values)
+        with jax.named_scope("heads"):
+            if step.place.exchange == "values":
+                return helix.exchange(part._replace(o=per_head(part.o, values)))
+            return per_head(helix.exchange(part), values)
 
-        def dense(slots: int) -> Array:
+    def _partial(self, q: Array, x: Array, latent: Array, state: MLAState, step: Step) -> Partial:
+        """Attention over the latent rows that this rank holds."""
+        slots, U = state.latents.shape[2], self.config.index_topk
+
+        def dense(slots: int) -> Partial:
+            C = self.config.kv_rank
             return attend_rows(q, state.latents, step.positions, step, C, self._scale, slots)
 
-        if not self.config.sparse or S <= U:
-            o = dense(S)
-        else:
-            few = jnp.max(step.start + step.lengths) <= U
-            sparse = lambda: self._sparse(q, x, latent, state, step)  # noqa: E731
-            o = jax.lax.cond(few, lambda: dense(U), sparse)
-        return per_head(o, jnp.swapaxes(self.w_v_b[...], 1, 2))
+        if not self.config.sparse or step.stripes.most(slots) <= U:
+            return dense(slots)
+        few = jnp.max(step.total) <= U
+        sparse = lambda: self._sparse(q, x, latent, state, step)  # noqa: E731
+        return jax.lax.cond(few, lambda: dense(step.stripes.slots(U)), sparse)
 
-    def _sparse(self, q: Array, x: Array, latent: Array, state: MLAState, step: Step) -> Array:
+    def _sparse(self, q: Array, x: Array, latent: Array, state: MLAState, step: Step) -> Partial:
         """Select and attend, a block of queries at a time, so that memory follows the block and not
         the prompt.
         """
-        U, C = self.config.index_topk, self.config.kv_rank
-        keys = state.index_keys
+        C, keys = self.config.kv_rank, state.index_keys
         assert keys is not None
+        S = keys.shape[2]
+        held = step.positions_of(jnp.arange(S, dtype=jnp.int32))
 
-        def one(block: tuple[Array, Array, Array, Array]) -> Array:
+        def one(block: tuple[Array, Array, Array, Array]) -> Partial:
             q, x, latent, positions = block
-            chosen, kept = select_top_k(self._scores(x, latent, keys, positions, step), U)
+            scores = self._scores(x, latent, keys, positions, step)
+            with jax.named_scope("selection"):
+                chosen, kept = select(scores, held, self.config.index_topk, step.stripes)
             return attend_selected(q, state.latents, step.group, chosen, kept, C, self._scale)
 
         B, T = step.positions.shape
-        size = max(1, min(T, GATHER_ELEMENTS // (B * U * q.shape[-1])))
+        gathered = B * min(self.config.index_topk, S) * q.shape[-1]
+        size = max(1, min(T, GATHER_ELEMENTS // gathered))
         return over_queries(one, (q, x, latent, step.positions), step.valid, size)
 
 
-def over_queries(one, arrays: tuple[Array, ...], valid: Bool[Array, "B T"], size: int) -> Array:
+def over_queries(one, arrays: tuple[Array, ...], valid: Bool[Array, "B T"], size: int):
     """Apply `one` to blocks of `size` queries [B, size, ...] in turn and join them; blocks of
-    padding are skipped.
+    padding are skipped, and zero in what `one` returns.
     """
     B, T = valid.shape
     if size >= T:
@@ -249,12 +264,14 @@ def over_queries(one, arrays: tuple[Array, ...], valid: Bool[Array, "B T"], size
         padded = jnp.pad(x, ((0, 0), (0, -T % size), *[(0, 0)] * (x.ndim - 2)))
         return jnp.moveaxis(padded.reshape(B, -1, size, *x.shape[2:]), 1, 0)
 
+    def join(parts: Array) -> Array:
+        return jnp.moveaxis(parts, 0, 1).reshape(B, -1, *parts.shape[3:])[:, :T]
+
     out = jax.eval_shape(one, tuple(split(x)[0] for x in arrays))
+    zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out)  # noqa: E731
 
     def maybe(block):
-        return jax.lax.cond(
-            jnp.any(block[0]), lambda: one(block[1]), lambda: jnp.zeros(out.shape, out.dtype)
-        )
+        return jax.lax.cond(jnp.any(block[0]), lambda: one(block[1]), zeros)
 
     parts = jax.lax.map(maybe, (split(valid), tuple(split(x) for x in arrays)))
-    return jnp.moveaxis(parts, 0, 1).reshape(B, -1, *out.shape[2:])[:, :T]
+    return jax.tree.map(join, parts)

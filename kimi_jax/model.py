@@ -22,6 +22,7 @@ from .layers import MLP, Expert, at_least_float32, linear_wide, rms_norm, weight
 from .mla import MLA
 from .moe import MoE
 from .placement import Placement, Sizes, mesh_sizes
+from .reductions import SUM
 from .residual import Mix, push
 from .state import KDAState, MLAState, State, Step, cache_dtype
 
@@ -47,8 +48,8 @@ class Layer(nnx.Module):
     def __call__(
         self, x: Array, bank: Array, state: Any, step: Step, index: int | Array
     ) -> tuple[Array, Array, Any, tuple[Array, Array]]:
-        """The residual stream x [P, D] and its bank after this layer, the state, and the two
-        mixtures' weights.
+        """The residual rows x [P, D] that this rank holds and their bank after this layer, the
+        state, and the two mixtures' weights.
 
         The mixture that attention reads is made before a block start pushes x to the bank.
         """
@@ -57,18 +58,16 @@ class Layer(nnx.Module):
         with jax.named_scope("attention"):
             h, mixed = self.attention_residual(x, bank, count)
             x, bank, count = push(x, bank, count, index % block == 0)
-            rows = step.place.enter(rms_norm(h, self.attention_norm[...], eps), len(step.lengths))
+            rows = step.enter(rms_norm(h, self.attention_norm[...], eps))
             partial, state = self.attention(rows, state, step)
-            x = x + step.place.leave(partial, step.reduce)
+            x = x + step.close(partial.reshape(step.rows, -1))
         with jax.named_scope("mlp"):
             h, mixed_mlp = self.mlp_residual(x, bank, count)
             x = x + self._mlp(rms_norm(h, self.mlp_norm[...], eps), step)
         return x, bank, state, (mixed, mixed_mlp)
 
     def _mlp(self, x: Array, step: Step) -> Array:
-        if self.dense:
-            return collectives.all_reduce(self.mlp(x), step.reduce)
-        return self.mlp(x, step.valid.reshape(-1), step)
+        return step.close(self.mlp(step.every(x))) if self.dense else self.mlp(x, step)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,9 +185,10 @@ class Kimi(nnx.Module):
         self, tokens: Int[Array, "B T"], state: State, lengths: Int[Array, " B"], step: Step
     ) -> tuple[Float[Array, "B T D"], State, list[Array]]:
         """Tokens -> normed output rows [B, T, D], the state after them, and every residual
-        mixture's weights.
+        mixture's weights for the rows that this rank holds.
         """
-        x = collectives.embed(self.embed[...], tokens).reshape(-1, self.config.hidden)
+        with jax.named_scope("embedding"):
+            x = step.close(collectives.embed(self.embed[...], tokens.reshape(-1)), how=SUM)
         bank = jnp.zeros((self.config.bank_rows, *x.shape), x.dtype)
         layers, mixtures = [], []
         for stack, states in zip(self.stacks, state.layers, strict=True):
@@ -196,7 +196,8 @@ class Kimi(nnx.Module):
             layers.append(states)
             mixtures.extend(mixed)
         mixed, weights = self.residual(x, bank, self.config.bank_rows)
-        out = rms_norm(mixed, self.norm[...], self.config.norm_eps).reshape(*tokens.shape, -1)
+        with jax.named_scope("output"):
+            out = step.enter(rms_norm(mixed, self.norm[...], self.config.norm_eps))
         last = jnp.take_along_axis(out, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
         hidden = jnp.where((lengths > 0)[:, None], last, state.hidden)
         state = dataclasses.replace(
@@ -207,7 +208,8 @@ class Kimi(nnx.Module):
     def head_logits(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows Z"]:
         """Logits in at least float32, whole on every rank."""
         w = self.embed if self.config.tie_embeddings else self.head
-        whole = collectives.all_gather(linear_wide(x, w[...]), x.ndim - 1)
+        with jax.named_scope("head"):
+            whole = collectives.all_gather(linear_wide(x, w[...]), x.ndim - 1)
         return whole[..., : self.config.vocab]  # a padded vocabulary ends in ids that do not exist
 
 
@@ -276,7 +278,7 @@ def build(
     weights = {}
     for w in declare(model):
         shape, sharding, parts = w.placed(place, mesh_sizes(mesh)), _sharding(w, place, mesh), []
-        for spans, devices in _holders(shape, sharding).items():
+        for spans, devices in holders(shape, sharding).items():
             part = _slice_of(w, spans, read)
             parts += jax.block_until_ready([jax.device_put(part, one) for one in devices])
             done(part.nbytes)
@@ -286,21 +288,21 @@ def build(
 
 def slice_sizes(w: Declared, place: Placement, mesh: Mesh) -> list[int]:
     """The numbers in each slice of a weight that `build` asks for in this process."""
-    holders = _holders(w.placed(place, mesh_sizes(mesh)), _sharding(w, place, mesh))
-    return [math.prod(stop - start for start, stop in spans) for spans in holders]
+    held = holders(w.placed(place, mesh_sizes(mesh)), _sharding(w, place, mesh))
+    return [math.prod(stop - start for start, stop in spans) for spans in held]
 
 
 def _sharding(w: Declared, place: Placement, mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, place.spec(w.dims))
 
 
-def _holders(shape: tuple[int, ...], sharding: NamedSharding) -> dict[tuple, list]:
+def holders(shape: tuple[int, ...], sharding: NamedSharding) -> dict[tuple, list]:
     """The slices that this process holds, as (start, stop) of each dim, and the devices of each."""
-    holders: dict[tuple, list] = {}
+    held: dict[tuple, list] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         spans = tuple(cut.indices(size)[:2] for cut, size in zip(index or (), shape, strict=True))
-        holders.setdefault(spans, []).append(device)
-    return holders
+        held.setdefault(spans, []).append(device)
+    return held
 
 
 def _slice_of(w: Declared, spans: tuple[tuple[int, int], ...], read: Read) -> np.ndarray:

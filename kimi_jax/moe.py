@@ -5,13 +5,16 @@ Nothing is ever dropped: there is no capacity. Routed experts work in a latent s
 shared experts on D.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, UInt
+from jaxtyping import Array, Float, Int, UInt
 
 from . import collectives, mxfp4
+from .collectives import of_bits, to_bits
 from .config import Config
 from .layers import (
     MLP,
@@ -24,6 +27,7 @@ from .layers import (
     weight,
     widen,
 )
+from .reductions import SUM
 from .state import Step
 
 
@@ -188,37 +192,6 @@ def run_own(
     return FORMS[step.forms.moe](z, local, weights, experts, step.group)
 
 
-def to_bits(*arrays: Array) -> UInt[Array, "... X"]:
-    """Arrays side by side along their last dim as bits: unsigned integers as wide as the first's
-    numbers. Numbers of the others may be wider, whole numbers go by value.
-    """
-    bits = jnp.dtype(f"uint{8 * arrays[0].dtype.itemsize}")
-    columns = [
-        x.astype(bits)
-        if jnp.issubdtype(x.dtype, jnp.integer)
-        else jax.lax.bitcast_convert_type(x, bits).reshape(*x.shape[:-1], -1)
-        for x in arrays
-    ]
-    return jnp.concatenate(columns, axis=-1)
-
-
-def of_bits(bits: UInt[Array, "... X"], *widths: tuple[int, DTypeLike]) -> list[Array]:
-    """`to_bits` undone: the arrays of so many numbers of a type in each row."""
-    arrays, first = [], 0
-    for width, dtype in widths:
-        dtype = jnp.dtype(dtype)
-        whole = jnp.issubdtype(dtype, jnp.integer)
-        each = 1 if whole else dtype.itemsize // bits.dtype.itemsize
-        part = bits[..., first : first + width * each]
-        first += width * each
-        if whole:
-            arrays.append(part.astype(dtype))
-        else:
-            split = part.reshape(*part.shape[:-1], width, each) if each > 1 else part
-            arrays.append(jax.lax.bitcast_convert_type(split, dtype))
-    return arrays
-
-
 def dispatched(
     z: Float[Array, "c L"],
     ids: Int[Array, "c A"],
@@ -279,34 +252,53 @@ class MoE(nnx.Module):
             self.latent_norm = weight(dtype, L=L)
         self.experts = Experts(config, dtype, packed)
         if config.shared_experts:
-            self.shared = MLP(config, config.shared_ffn, dtype)
+            self.shared = MLP(config, config.shared_ffn, dtype, "X")
 
-    def __call__(
-        self, x: Float[Array, "P D"], active: Bool[Array, " P"], step: Step
-    ) -> Float[Array, "P D"]:
-        """x [P, D] -> [P, D], complete. Inactive rows (padding) reach no expert."""
-        if step.place.runs_local_experts(len(x)):
-            return self._local(x, active, step)
-        return self._exchanged(x, active, step)
-
-    def _exchanged(self, x: Array, active: Array, step: Step) -> Array:
-        """Every rank routes its own slice of the rows and closes their sums; one all-reduce joins
-        the slices and the shared experts' partial sums.
+    def __call__(self, x: Float[Array, "P D"], step: Step) -> Float[Array, "P D"]:
+        """The residual rows that a rank holds [P, D] -> [P, D], complete. Padding reaches no
+        expert.
         """
-        z, logits = self._enter(x, step)
-        ids, weights = self._route(logits, collectives.own_rows(active))
-        routed = self._norm(dispatched(z, ids, weights, self.experts, step).astype(x.dtype))
-        partial = self._leave(routed, len(x), step) + self._shared(x)
-        return collectives.all_reduce(partial, step.reduce)
+        local = step.place.runs_local_experts(step.rows)
+        if local and not step.sliced:
+            return self._local(x, step)
+        combine = self._own_experts if local else self._dispatched
+        return self._on_own_rows(x, combine, step)
 
-    def _local(self, x: Array, active: Array, step: Step) -> Array:
-        """Every rank runs its own experts on all rows; one all-reduce closes latent and shared sums
-        together. Cut latent projections need the complete latent rows first, and take two.
+    def _on_own_rows(self, x: Array, combine: Callable, step: Step) -> Array:
+        """Every rank routes its own rows, and closes the sums of their experts, which `combine`
+        brings together. All rows are needed by what is cut along its width.
         """
+        active = collectives.own_rows(step.valid.reshape(-1))
+        cut = step.place.latent == "sharded" or self._is_cut(step)
+        own, every = step.own(x), step.every(x) if cut else x
+        z, logits = self._enter(own, every, step)
+        ids, weights = self._route(logits, active)
+        routed = self._norm(combine(z, ids, weights, step).astype(x.dtype))
+        if step.place.latent == "sharded":
+            columns = collectives.rows_to_columns(routed, step.rows)
+            whole, partial = None, linear(columns, self.w_latent_up[...])
+        else:
+            whole, partial = linear(routed, self.w_latent_up[...]), None
+        if self.config.shared_experts:
+            if self._is_cut(step):
+                shared = self.shared(every)
+                partial = shared if partial is None else partial + shared
+            else:
+                shared = self.shared(own)
+                whole = shared if whole is None else whole + shared
+        return step.close(partial, whole)
+
+    def _local(self, x: Float[Array, "P D"], step: Step) -> Float[Array, "P D"]:
+        """Every rank runs its own experts on all rows, which it holds; one all-reduce closes latent
+        and shared sums together. Cut latent projections need the complete latent rows first, and
+        take two.
+        """
+        active = step.valid.reshape(-1)
+        shared = self._shared_partial(x, step)
         z, logits = linear(x, self.w_latent_down[...]), linear_wide(x, self.w_router[...])
         if step.place.latent == "whole":
             partial = self._own_experts(z, *self._route(logits, active), step)
-            both = jnp.concatenate([partial, self._shared(x)], axis=1)
+            both = jnp.concatenate([partial, shared], axis=1)
             joint = collectives.all_reduce(both, step.reduce)
             routed, shared = joint[:, : z.shape[1]], joint[:, z.shape[1] :]
             return linear(self._norm(routed), self.w_latent_up[...]) + shared
@@ -314,24 +306,29 @@ class MoE(nnx.Module):
         partial = self._own_experts(z, *self._route(logits, active), step)
         total = collectives.all_reduce(partial, step.reduce)
         routed = linear(collectives.own_columns(self._norm(total)), self.w_latent_up[...])
-        return collectives.all_reduce(routed + self._shared(x), step.reduce)
+        return collectives.all_reduce(routed + shared, step.reduce)
+
+    def _dispatched(self, z: Array, ids: Array, weights: Array, step: Step) -> Array:
+        return dispatched(z, ids, weights, self.experts, step)
 
     def _own_experts(self, z: Array, ids: Array, weights: Array, step: Step) -> Array:
-        """The partial latent sums of this rank's experts over all ranks' rows: where experts are
-        spread over `data` too, other requests' rows are gathered, and their sums handed back.
+        """The latent sums of this rank's experts over the rows of all ranks that hold others, which
+        are gathered, and their sums handed back: partial where every model rank holds all rows,
+        complete where rows are sliced.
         """
-        axes = step.place.axes_of_other_rows
+        axes = step.axes_of_other_rows
         bits = collectives.all_gather(to_bits(z, ids + 1, weights), 0, axes)
         z, ids, weights = of_bits(
             bits, (z.shape[1], z.dtype), (ids.shape[1], jnp.int32), (ids.shape[1], weights.dtype)
         )
         partial = run_own(z, ids - 1, weights, self.experts, step).astype(z.dtype)
-        return collectives.reduce_scatter(partial, axis=axes)
+        how = step.reduce if axes == (collectives.MODEL,) else SUM
+        return collectives.reduce_scatter(partial, how, axes)
 
-    def _enter(self, x: Array, step: Step) -> tuple[Array, Array]:
+    def _enter(self, own: Array, every: Array, step: Step) -> tuple[Array, Array]:
         """Latent rows [c, L] and router logits [c, E] of this rank's own rows."""
-        own = collectives.own_rows(x) if step.place.latent == "whole" else x
-        z, logits = linear(own, self.w_latent_down[...]), linear_wide(own, self.w_router[...])
+        x = own if step.place.latent == "whole" else every
+        z, logits = linear(x, self.w_latent_down[...]), linear_wide(x, self.w_router[...])
         if step.place.latent == "whole":
             return z, logits
         return self._split(collectives.columns_to_rows(to_bits(z, logits)), z, logits)
@@ -341,14 +338,6 @@ class MoE(nnx.Module):
         parts = of_bits(bits, (z.shape[1], z.dtype), (logits.shape[1], logits.dtype))
         z, logits = (part.reshape(len(part), -1) for part in parts)
         return z, logits[:, : self.config.experts]
-
-    def _leave(self, routed: Float[Array, "c L"], rows: int, step: Step) -> Float[Array, "P D"]:
-        """Own latent rows through the up projection, as a partial sum of all rows: zero outside
-        the own ones where the projection is whole.
-        """
-        if step.place.latent == "whole":
-            return collectives.among_zeros(linear(routed, self.w_latent_up[...]), rows)
-        return linear(collectives.rows_to_columns(routed, rows), self.w_latent_up[...])
 
     def _route(self, logits: Array, active: Array) -> tuple[Array, Array]:
         ids, weights = route(logits, self.router_bias[...], self.config)
@@ -360,6 +349,14 @@ class MoE(nnx.Module):
             return total
         return rms_norm(total, self.latent_norm[...], self.config.norm_eps)
 
-    def _shared(self, x: Array) -> Array:
-        """This rank's partial sum of the shared experts."""
-        return self.shared(x) if self.config.shared_experts else jnp.zeros_like(x)
+    def _is_cut(self, step: Step) -> bool:
+        """Whether a rank holds a part of the shared experts' width."""
+        return bool(self.config.shared_experts and step.place.axes("X"))
+
+    def _shared_partial(self, x: Float[Array, "P D"], step: Step) -> Float[Array, "P D"]:
+        """This rank's partial sum of the shared experts for all rows."""
+        if not self.config.shared_experts:
+            return jnp.zeros_like(x)
+        if self._is_cut(step):
+            return self.shared(x)
+        return collectives.among_zeros(self.shared(collectives.own_rows(x)), len(x))

@@ -14,14 +14,16 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
-from .collectives import DATA, MODEL, all_reduce
+from .collectives import DATA, MODEL
 from .config import Config
+from .helix import Stripes
 from .reductions import Reduction, acting, choose
 
-# Leading letter of a dim -> the mesh axis that cuts it. E follows `expert_axes`, Y (the latent
-# projections and the router) `latent`; other letters are whole. An axis cuts one dim, the leftmost.
+# Leading letter of a dim -> the mesh axis that cuts it. `Placement.axes` says what cuts E
+# (experts), Y (latent projections, router), S (cached keys), M (heads of queries), O (heads of
+# values) and X (shared width); other letters are whole. An axis cuts one dim, the leftmost.
 AXIS_OF_DIM = {"B": DATA, "H": MODEL, "F": MODEL, "Z": MODEL}
 
 Sizes = Mapping[str, int]  # mesh axis -> ranks: all that shapes and checks need of a mesh
@@ -84,7 +86,6 @@ _CHOICES = {
     "expert_axes": ((MODEL,), (DATA, MODEL)),
 }
 _PAD = ("heads", "experts", "vocab", "dense", "shared")
-_NOT_BUILT = ("rows", "sliced_from", "keys", "helix_block", "exchange", "shared")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +93,17 @@ class Placement:
     """Which rows, keys, experts and sums a device holds or completes. Frozen and hashable; lists
     become tuples.
 
+    `rows`: "full" keeps all rows of the residual stream on every model rank; "sliced" gives rank r
+    of n the rows r c to (r + 1) c, c = ceil(rows / n): attention sees all of them (all-gather,
+    reduce-scatter), all else runs on own rows. Better for many rows; "auto" slices steps of at
+    least `sliced_from` rows a data rank (`kimi-jax bench --rows` measures it).
+    `keys`: "whole" caches every latent row and index key on every model rank; "helix" cuts them in
+    blocks of `helix_block` positions, dealt to the ranks in turn: 1/n of the memory. Every rank
+    then attends for all heads over its own keys, and `exchange` says what it sends of each head:
+    "latents", or "values", which is fewer bytes and more work.
+    `shared`: under "sliced" or "auto" rows, "whole" keeps the shared experts on every rank,
+    "sliced" cuts their width for one more gather and scatter; under "full" rows they are always
+    cut.
     `experts`: "exchange" sends each row's latent to the ranks that own its experts; "local" runs
     every rank's experts on all rows and closes with one all-reduce, better for few rows; "auto" is
     local in steps of fewer than `local_below` rows a data rank (`kimi-jax bench --experts` measures
@@ -102,8 +114,7 @@ class Placement:
     their partial sums (0: as all others, by the backend's sum); smaller ones then take "two_shot".
     A number above the chunk of `load` does nothing, which a warning says.
     The `ring_` options are those of `reductions.Reduction`, for "ring_bf16".
-    On one device every answer is the same program. Options that are not built yet raise
-    `NotImplementedError` naming the option when they are checked.
+    On one device every answer is the same program.
     """
 
     rows: str = "full"
@@ -141,8 +152,11 @@ class Placement:
                 isinstance(value, bool) or not isinstance(value, int) or value < 0
             ):
                 problems.append(f"{field.name} must be a whole number >= 0, got {value!r}")
-        if self.ring_pieces == 0:
-            problems.append("ring_pieces must be at least 1, got 0")
+        problems += [
+            f"{name} must be at least 1, got 0"
+            for name in ("ring_pieces", "helix_block")
+            if getattr(self, name) == 0
+        ]
         if problems:
             raise PlacementError("\n".join(problems))
 
@@ -160,11 +174,6 @@ class Placement:
         One `PlacementError` names every dimension that does not divide, with its size and the rank
         count.
         """
-        fields = type(self).__dataclass_fields__
-        early = [n for n in _NOT_BUILT if getattr(self, n) != fields[n].default]
-        if early:
-            said = ", ".join(f"{name}={getattr(self, name)!r}" for name in early)
-            raise NotImplementedError(f"Placement is not built yet with {said}")
         sizes = mesh_sizes(mesh)
         problems = [
             f"  {name}: {size} over {ranks} ranks"
@@ -179,6 +188,11 @@ class Placement:
             lines.append(
                 f"ring_fp32_hops must lie in 0..{most} at {sizes[MODEL]} ranks, got {hops}"
             )
+        dense = [i for i in range(config.layers) if config.is_dense(i)]
+        if self.rows != "full" and dense[-1:] > [len(dense) - 1]:
+            late = ", ".join(str(i) for at, i in enumerate(dense) if i > at)
+            lines.append(f"rows={self.rows!r}: no layer after the first with experts may be dense, "
+                         f"and layers {late} are")  # fmt: skip
         if lines:
             raise PlacementError("\n".join(lines))
 
@@ -195,7 +209,7 @@ class Placement:
             yield "experts", config.experts, spread, "experts"
         if any(dense):
             yield "dense intermediate", config.dense_ffn, model, "dense"
-        if not all(dense) and config.shared_experts:
+        if not all(dense) and config.shared_experts and self.axes("X"):
             yield "shared intermediate", config.shared_ffn, model, "shared"
         if not all(dense) and self.latent == "sharded":
             yield "latent width", config.latent, model, None
@@ -204,11 +218,18 @@ class Placement:
 
     def axes(self, dim: str) -> tuple[str, ...]:
         """The mesh axes that cut a dim, by its leading letter; none where it is whole."""
-        letter = dim[0]
+        letter, helix = dim[0], self.keys == "helix"
         if letter == "E":
             return tuple(self.expert_axes)
-        if letter == "Y":
-            return (MODEL,) if self.latent == "sharded" else ()
+        by_choice = {
+            "Y": self.latent == "sharded",
+            "S": helix,
+            "M": not helix,
+            "O": not (helix and self.exchange == "values"),
+            "X": self.rows == "full" or self.shared == "sliced",
+        }
+        if letter in by_choice:
+            return (MODEL,) if by_choice[letter] else ()
         return (AXIS_OF_DIM[letter],) if letter in AXIS_OF_DIM else ()
 
     def spec(self, dims: Sequence[str]) -> PartitionSpec:
@@ -239,18 +260,13 @@ class Placement:
         """Whether a step of so many rows a data rank runs local experts."""
         return self.experts == "local" or (self.experts == "auto" and rows < self.local_below)
 
-    @property
-    def axes_of_other_rows(self) -> tuple[str, ...]:
-        """The mesh axes over which experts are spread and rows are cut."""
-        return tuple(axis for axis in self.expert_axes if axis == DATA)
+    def slices_rows(self, rows: int) -> bool:
+        """Whether a step of so many rows a data rank slices them over the model ranks."""
+        return self.rows == "sliced" or (self.rows == "auto" and rows >= self.sliced_from)
 
-    def enter(self, x: Float[Array, "P D"], B: int) -> Float[Array, "B T D"]:
-        """The residual rows that a rank holds -> all rows of its requests, for attention."""
-        return x.reshape(B, -1, x.shape[-1])
-
-    def leave(self, partial: Float[Array, "B T D"], how: Reduction) -> Float[Array, "P D"]:
-        """Partial sums of all rows -> the complete rows that a rank holds."""
-        return all_reduce(partial.reshape(-1, partial.shape[-1]), how)
+    def stripes(self, sizes: Sizes) -> Stripes:
+        """Where cached keys live."""
+        return Stripes(self.helix_block, sizes[MODEL]) if self.keys == "helix" else Stripes()
 
     def within(self, chunk: int) -> "Placement":
         """This placement for prefill steps of at most `chunk` tokens a row: a threshold above it
@@ -300,6 +316,17 @@ def to_mesh(x: np.ndarray, sharding: NamedSharding) -> Array | np.ndarray:
     if jax.process_count() == 1:
         return x
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+
+def settle(what: str, error: BaseException | None) -> None:
+    """Raise on every process if any of them failed, so that all end alike."""
+    if jax.process_count() > 1:
+        failed = multihost_utils.process_allgather(np.array(error is not None))
+        if error is None and failed.any():
+            others = ", ".join(map(str, np.flatnonzero(failed)))
+            raise PlacementError(f"{what} failed on process {others}, and so on none succeeded")
+    if error is not None:
+        raise error
 
 
 def agree(what: str, *values: object) -> None:

@@ -4,6 +4,7 @@ mesh, whether it fits, and what would.
 
 import dataclasses
 import functools
+import itertools
 import math
 import os
 import re
@@ -17,6 +18,7 @@ from jax.typing import DTypeLike
 
 from .collectives import DATA, MODEL
 from .config import Config
+from .helix import Stripes
 from .model import Declared, Kimi, declare, new_state, spans
 from .placement import Placement, PlacementError, Sizes, cut_ranks, mesh_sizes, say_mesh
 from .reductions import Reduction, Traffic, traffic, two_shot_rows
@@ -106,7 +108,7 @@ class Plan:
             self.config, self.placement, self.data, self.model, self.dtype, self.packed
         )
         state = {
-            term: self.rows * (fixed + slot * self.context)
+            term: self.rows * (fixed + slot * self.slots)
             for term, (fixed, slot) in self._row.items()
         }
         return {**weights, **state, INPUTS: self.input_bytes}
@@ -120,6 +122,18 @@ class Plan:
     def state_bytes(self) -> int:
         """Bytes of the state of the batch at this context."""
         return sum(self.terms[term] for term in STATE_TERMS)
+
+    @property
+    def stripes(self) -> Stripes:
+        """Where cached keys live."""
+        return self.placement.stripes(self.mesh)
+
+    @property
+    def slots(self) -> int:
+        """Cached keys of a request at this context that a device has room for: of helix ranks, as
+        many as the first one's.
+        """
+        return self.stripes.slots(self.context)
 
     @property
     def input_bytes(self) -> int:
@@ -138,7 +152,7 @@ class Plan:
 
     @property
     def slot_bytes(self) -> int:
-        """State of one slot of one request; 0 without full attention."""
+        """State of one slot of one request, on one device; 0 without full attention."""
         return sum(slot for _, slot in self._row.values())
 
     @property
@@ -175,7 +189,30 @@ class Plan:
             "state": self.state_bytes,
             "total": self.total_bytes,
         }
-        return "\n".join([title, *_table(self.terms, sums), *self._said_sums()])
+        said = (self._said_keys(), self._said_rows(), self._said_sums())
+        return "\n".join([title, *_table(self.terms, sums), *itertools.chain(*said)])
+
+    def _said_keys(self) -> Iterator[str]:
+        """A line where cached keys are cut."""
+        if self.stripes.ranks > 1 and self.slot_bytes:
+            yield (
+                f"helix: {self.slots:,} of {self.context:,} keys a device, in blocks of "
+                f"{self.stripes.block}; {self.slot_bytes:,} B a key, all layers together; "
+                f"{self.placement.exchange} travel"
+            )
+
+    def _said_rows(self) -> Iterator[str]:
+        """A line where rows are sliced, always or in some steps."""
+        if self.model == 1 or self.placement.rows == "full":
+            return
+        steps = [("decode", self.rows)]
+        steps += [("prefill", rows) for rows in (PREFILL_ROWS[0], PREFILL_ROWS[-1])]
+        said = (
+            f"{'sliced' if self.placement.slices_rows(rows) else 'full'} in {step} steps of "
+            f"{rows:,} rows"
+            for step, rows in steps
+        )
+        yield f"rows are {', '.join(said)} (a data rank)"
 
     def _said_sums(self) -> Iterator[str]:
         """A line for the chosen reduction and for the one below its threshold, where one acts."""
@@ -312,7 +349,11 @@ def _row_bytes(
     terms: dict[str, tuple[int, int]] = dict.fromkeys(STATE_TERMS, (0, 0))
     for name, array in _row_shapes(config, dtype, H):
         dims, term = STATE_DIMS[name], _STATE_TERMS[name]
-        cut = math.prod(cut_ranks(place.spec(dims), sizes)) // (data if "B" in dims else 1)
+        cut = math.prod(
+            ranks
+            for dim, ranks in zip(dims, cut_ranks(place.spec(dims), sizes), strict=True)
+            if dim not in ("B", "S")
+        )
         nbytes = math.prod(array.shape) // cut * array.dtype.itemsize
         fixed, slot = terms[term]
         terms[term] = (fixed, slot + nbytes) if "S" in dims else (fixed + nbytes, slot)
@@ -336,12 +377,14 @@ def _largest_context(plan: Plan, memory: int) -> int:
     room = memory - plan.weight_bytes - plan.rows * plan.row_bytes
     slot = plan.rows * plan.slot_bytes
     limit = plan.config.max_positions
-    return min(limit, room // slot) if slot else limit if room >= 0 else 0
+    if slot:
+        return min(limit, plan.stripes.most(max(0, room // slot)))
+    return limit if room >= 0 else 0
 
 
 def _largest_batch(plan: Plan, memory: int) -> int:
     """The most requests at this context, as many on each data rank; 0 or less where none fits."""
-    row = plan.row_bytes + plan.slot_bytes * plan.context
+    row = plan.row_bytes + plan.slot_bytes * plan.slots
     return (memory - plan.weight_bytes) // row * plan.data
 
 
@@ -359,10 +402,11 @@ def _ways(plan: Plan, memory: int, reserve: int) -> Iterator[str]:
         yield f"at batch {plan.batch:,} with a context of at most {context:,}"
     if batch > 0:
         yield f"at context {plan.context:,} with a batch of at most {batch:,}"
-    sharded = dataclasses.replace(plan.placement, latent="sharded")
-    cut = _changed(plan, placement=sharded) if sharded != plan.placement else None
-    if cut and cut.fits(memory, reserve):
-        yield f'on this mesh with latent="sharded": {_say(cut.total_bytes)} a device'
+    for option, value in (("latent", "sharded"), ("keys", "helix")):
+        other = dataclasses.replace(plan.placement, **{option: value})
+        cut = _changed(plan, placement=other) if other != plan.placement else None
+        if cut and cut.fits(memory, reserve):
+            yield f'on this mesh with {option}="{value}": {_say(cut.total_bytes)} a device'
     spread = dataclasses.replace(plan.placement, expert_axes=(DATA, MODEL))
     wider = _changed(plan, placement=spread)
     for how, one in (("", plan), (" with experts over data and model", wider)):

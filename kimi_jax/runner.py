@@ -18,10 +18,20 @@ from jaxtyping import Array
 
 from . import generate as generation
 from .checkpoint import Checkpoint
-from .collectives import DATA, MODEL, ranks
+from .collectives import DATA, MODEL, all_gather, ranks
 from .config import Config
+from .helix import Stripes
 from .model import Kimi, build, declare, new_state, slice_sizes, spans
-from .placement import Placement, PlacementError, agree, make_mesh, mesh_sizes, to_host, to_mesh
+from .placement import (
+    Placement,
+    PlacementError,
+    agree,
+    make_mesh,
+    mesh_sizes,
+    say_mesh,
+    to_host,
+    to_mesh,
+)
 from .plan import DTYPES, PREFILL_ROWS, device_memory, plan, refuse_what_exceeds
 from .progress import Progress
 from .state import STATE_DIMS, Forms, State, Step
@@ -91,12 +101,19 @@ class Program:
             for w in declare(self.declared)
         }
 
+    @property
+    def stripes(self) -> Stripes:
+        """Where cached keys live."""
+        return self.place.stripes(self.sizes)
+
     def empty(self, B: int, S: int, ranks: int = 1) -> State:
-        """An empty state of B rows and S slots, heads cut over `ranks`."""
-        heads = (self.config.kda_heads,)
+        """An empty state of B rows for S tokens each: of the mesh, or of one of its model ranks."""
+        heads, n = (self.config.kda_heads,), self.stripes.ranks
         (H,) = self.place.whole(("H",), heads, heads, self.sizes)
+        slots = self.stripes.slots(S) * (n // ranks if n > 1 else 1)
         on_cpu = self.mesh.devices.flat[0].platform == "cpu"
-        return new_state(self.config, self.dtype, self.stacks, B, S, H // ranks, on_cpu)
+        state = new_state(self.config, self.dtype, self.stacks, B, slots, H // ranks, on_cpu)
+        return dataclasses.replace(state, max_length=S)
 
     def state_shapes(self, B: int, S: int) -> State:
         """`empty` as shapes with their shardings."""
@@ -107,6 +124,28 @@ class Program:
             jax.eval_shape(lambda: self.empty(B, S)),
             dataclasses.replace(self.state_specs(), max_length=S),
         )
+
+    def other_states_than(self, other: "Program") -> list[str]:
+        """In what the states of this program differ from those of another, in words."""
+        if self is other:
+            return []
+        mine, theirs = self.place, other.place
+        problems = differences(vars(self.config), vars(other.config))
+        if self.dtype != other.dtype:
+            problems.append(f"the state is {self.dtype}, the model {other.dtype}")
+        moved = []
+        if self.mesh != other.mesh:
+            moved.append(f"lives on another mesh than this model: {say_mesh(self.sizes)}")
+        if mine.keys != theirs.keys:
+            moved.append(f"has {mine.keys} keys, the model {theirs.keys} keys")
+        elif self.stripes != other.stripes:
+            moved.append(
+                f"has helix_block {mine.helix_block}, the model helix_block {theirs.helix_block}"
+            )
+        if self.stacks != other.stacks:
+            moved.append("has its layers grouped in another way than the model (scan)")
+        hint = ": kimi_jax.move brings it over"
+        return [*problems, *(f"the state {what}{hint}" for what in moved)]
 
     def refuse_what_exceeds(self, batch: int, context: int) -> None:
         """Raise `PlacementError`, with the plan, where a device cannot hold the weights and such a
@@ -125,6 +164,14 @@ class Program:
             lambda path, _: self.place.spec(STATE_DIMS[path[-1].name]), shapes
         )
 
+    def advance(
+        self, weights: dict, state: State, tokens: Any, lengths: Any
+    ) -> tuple[Array, State]:
+        """`step` for a state as users hold it."""
+        bare = dataclasses.replace(state, batch=0, home=None)
+        logits, following = self.step(weights, bare, tokens, lengths)
+        return logits, dataclasses.replace(following, batch=state.batch, home=self)
+
     def _merge(self, weights: dict[tuple, Array]) -> Kimi:
         graph, params = nnx.split(self.declared)
         flat = {path: param.replace(weights[path]) for path, param in nnx.to_flat_state(params)}
@@ -135,7 +182,7 @@ class Program:
     ) -> tuple[Kimi, Array, State, list]:
         model = self._merge(weights)
         T = tokens.shape[1]
-        step = Step.of(state.length, lengths, T, self.forms, self.place, self.sizes[MODEL])
+        step = Step.of(state.length, lengths, T, self.forms, self.place, self.sizes)
         tokens = jnp.where(step.valid, tokens, 0)
         return model, *model(tokens, state, lengths, step)
 
@@ -187,7 +234,10 @@ class Program:
         """
 
         def one(weights: dict, tokens: Array, lengths: Array) -> list[Array]:
-            return self._run(weights, self._local(tokens), tokens, lengths)[3]
+            mixed = self._run(weights, self._local(tokens), tokens, lengths)[3]
+            if not self.place.slices_rows(tokens.size):
+                return mixed
+            return [all_gather(one, 1)[:, : tokens.size] for one in mixed]
 
         rows = PartitionSpec(DATA)
         return self._shard(one, (rows, rows), PartitionSpec(None, DATA))(weights, tokens, lengths)
@@ -272,7 +322,8 @@ class Model:
                 f"{self.config.max_positions} tokens"
             )
         self.program.refuse_what_exceeds(int(batch), int(max_length))
-        return _state_maker(self.program, self._rows(int(batch)), int(max_length))()
+        empty = _state_maker(self.program, self._rows(int(batch)), int(max_length))()
+        return dataclasses.replace(empty, batch=int(batch), home=self.program)
 
     def prefill(self, state: State, tokens: Ids, lengths: Ids | None = None) -> tuple[Array, State]:
         """Take in right-padded new tokens [B, T] after what the state has seen: logits [B, vocab],
@@ -301,7 +352,7 @@ class Model:
         for first in range(0, max(1, int(lengths.max(initial=0))), self.chunk):
             piece = ids[:, first : first + self.chunk]
             part = np.clip(lengths - first, 0, self.chunk)
-            logits, state = self.program.step(self.weights, state, *self._placed(piece, part))
+            logits, state = self.program.advance(self.weights, state, *self._placed(piece, part))
         assert logits is not None
         return logits if len(logits) == len(ids) else logits[: len(ids)], state
 
@@ -357,8 +408,8 @@ class Model:
     def _fits(self, state: State, lengths: np.ndarray) -> None:
         self._is_own(state)
         seen = to_host(state.length)
-        if len(seen) != self._rows(len(lengths)):
-            raise RequestError(f"the state holds {len(seen)} rows, the tokens {len(lengths)}")
+        if state.batch != len(lengths):
+            raise RequestError(f"the state holds {state.batch} rows, the tokens {len(lengths)}")
         seen = seen[: len(lengths)]
         over = np.flatnonzero(seen + lengths > state.max_length)
         if over.size:
@@ -370,17 +421,10 @@ class Model:
 
     def _is_own(self, state: State) -> None:
         """Refuse what is no state, one that a step has consumed, and one of another model."""
-        if not isinstance(state, State):
-            raise RequestError(f"a state comes from new_state or a step, got {state!r:.60}")
-        if state.length.is_deleted():
-            raise RequestError("this state was consumed by a step: go on with the one it returned")
-        mesh, dtype = getattr(state.length.sharding, "mesh", None), state.hidden.dtype.name
-        if mesh is not None and mesh != self.mesh:
-            raise RequestError(
-                f"the state lives on another mesh than this model: {dict(mesh.shape)}"
-            )
-        if dtype != self.dtype:
-            raise RequestError(f"the state is {dtype}, the model {self.dtype}")
+        refuse_what_is_no_state(state)
+        problems = state.home.other_states_than(self.program)
+        if problems:
+            raise RequestError("\n".join(problems))
 
     def generate(self, prompts: Any, **options: Any) -> list[generation.Completion]:
         """Continue each prompt; see `kimi_jax.generate.generate` for the options."""
@@ -391,12 +435,31 @@ class Model:
         return generation.stream(self, prompt, **options)
 
 
+def refuse_what_is_no_state(state: Any) -> None:
+    """Raise `RequestError` for what no step has left."""
+    if not isinstance(state, State) or state.home is None:
+        raise RequestError(f"a state comes from new_state or a step, got {state!r:.60}")
+    if state.length.is_deleted():
+        raise RequestError("this state was consumed by a step: go on with the one it returned")
+
+
 @functools.lru_cache(maxsize=128)
 def _state_maker(program: Program, batch: int, max_length: int) -> Callable[[], State]:
     """A compiled maker of empty states, kept: a request should not compile one anew."""
     specs = dataclasses.replace(program.state_specs(), max_length=max_length)
     shardings = jax.tree.map(lambda spec: NamedSharding(program.mesh, spec), specs)
     return jax.jit(lambda: program.empty(batch, max_length), out_shardings=shardings)
+
+
+def differences(mine: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+    """The sizes and switches of a state's model that another does not share; the ids of marks
+    (begin, end, padding) do not count.
+    """
+    return [
+        f"the state is of a model with {name} {own!r}, not {theirs[name]!r}"
+        for name, own in mine.items()
+        if own != theirs[name] and name not in ("bos", "eos", "pad")
+    ]
 
 
 _shared_program = functools.lru_cache(maxsize=32)(Program)  # equal programs are one, compiled once
@@ -447,6 +510,8 @@ def make_program(
         scan = platform != "cpu" or config.layers >= SCAN_FROM
     if forms is None:
         forms = Forms(transport="padded" if platform == "cpu" else "ragged")
+    if placement.keys == "helix" and forms.mla == "expanded":
+        raise NotImplementedError("Forms.mla='expanded', the definition, runs on whole keys")
     if forms.transport == "ragged" and platform == "cpu":
         raise NotImplementedError("Forms.transport='ragged': CPUs have no ragged_all_to_all")
     return _shared_program(config, mesh, placement, name, scan, packed, forms)

@@ -6,14 +6,20 @@ updated in place: the whole stack travels through a step, a layer reads and writ
 """
 
 import dataclasses
+import os
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from .placement import Placement
+from . import collectives
+from .collectives import DATA, MODEL
+from .helix import Stripes
+from .placement import Placement, Sizes
 from .reductions import SUM, Reduction
+
+ONE = {DATA: 1, MODEL: 1}  # the mesh of one device
 
 Leaf = Any  # an array, or what stands for one in a tree of the same form: its shape, its mesh axes
 
@@ -63,7 +69,7 @@ TRAINING = Forms(mla="expanded", moe="dense", chunk=16, select="teach")
 @dataclasses.dataclass(frozen=True)
 class Step:
     """What every layer of one call is told. Row b brings `lengths[b]` new tokens after the
-    `start[b]` it has seen.
+    `start[b]` it has seen. Of the residual stream's B T rows a rank holds all, or its own slice.
     """
 
     start: Int[Array, " B"]
@@ -74,6 +80,8 @@ class Step:
     forms: Forms = dataclasses.field(metadata={"static": True})
     place: Placement = dataclasses.field(default=Placement(), metadata={"static": True})
     reduce: Reduction = dataclasses.field(default=SUM, metadata={"static": True})
+    sliced: bool = dataclasses.field(default=False, metadata={"static": True})
+    stripes: Stripes = dataclasses.field(default=Stripes(), metadata={"static": True})
 
     @classmethod
     def of(
@@ -83,13 +91,83 @@ class Step:
         T: int,
         forms: Forms,
         place: Placement = Placement(),  # noqa: B008
-        ranks: int = 1,
+        sizes: Sizes = ONE,
     ) -> "Step":
-        """A call of at most T new tokens a row, on so many model ranks."""
+        """A call of at most T new tokens a row, on a mesh of such sizes."""
         new = jnp.arange(T, dtype=jnp.int32)
-        valid = new < lengths[:, None]
-        how = place.reduction("decode" if T == 1 else "prefill", len(start) * T, ranks)
-        return cls(start, lengths, start[:, None] + new, valid, 0, forms, place, how)
+        rows = len(start) * T
+        return cls(
+            start,
+            lengths,
+            positions=start[:, None] + new,
+            valid=new < lengths[:, None],
+            group=0,
+            forms=forms,
+            place=place,
+            reduce=place.reduction("decode" if T == 1 else "prefill", rows, sizes[MODEL]),
+            sliced=place.slices_rows(rows),
+            stripes=place.stripes(sizes),
+        )
+
+    @property
+    def rows(self) -> int:
+        """Rows of the residual stream in all."""
+        return self.valid.size
+
+    @property
+    def total(self) -> Int[Array, " B"]:
+        """Tokens that each row will have seen after this call."""
+        return self.start + self.lengths
+
+    @property
+    def axes_of_other_rows(self) -> tuple[str, ...]:
+        """The mesh axes over which experts are spread and rows are cut."""
+        cut = (DATA, MODEL) if self.sliced else (DATA,)
+        return tuple(axis for axis in self.place.expert_axes if axis in cut)
+
+    def every(self, x: Float[Array, "P D"]) -> Float[Array, "Q D"]:
+        """The residual rows that a rank holds -> all of them."""
+        return collectives.all_rows(x, self.rows) if self.sliced else x
+
+    def own(self, x: Float[Array, "P D"]) -> Float[Array, "c D"]:
+        """The residual rows that a rank holds -> those that it alone works on."""
+        return x if self.sliced else collectives.own_rows(x)
+
+    def enter(self, x: Float[Array, "P D"]) -> Float[Array, "B T D"]:
+        """The residual rows that a rank holds -> all rows of its requests, for attention."""
+        return self.every(x).reshape(*self.valid.shape, -1)
+
+    def close(
+        self,
+        partial: Float[Array, "Q D"] | None,
+        own: Float[Array, "c D"] | None = None,
+        how: Reduction | None = None,
+    ) -> Float[Array, "P D"]:
+        """The complete rows that a rank holds: the sum over ranks of their partial sums of all
+        rows, and of what a rank made of its own rows alone.
+        """
+        how = self.reduce if how is None else how
+        parts = [] if own is None else [own]
+        if self.sliced:
+            parts += [] if partial is None else [collectives.reduce_scatter(partial, how)]
+            return sum(parts[1:], start=parts[0])
+        parts = [collectives.among_zeros(one, self.rows) for one in parts]
+        parts += [] if partial is None else [partial]
+        return collectives.all_reduce(sum(parts[1:], start=parts[0]), how)
+
+    @property
+    def key_rank(self) -> int | Int[Array, ""]:
+        """This rank's number among those over which keys are cut."""
+        return 0 if self.stripes.ranks == 1 else collectives.rank()
+
+    @property
+    def held(self) -> Int[Array, ""]:
+        """The most keys that this rank holds of a row after this call."""
+        return self.stripes.length(jnp.max(self.total), self.key_rank)
+
+    def positions_of(self, slots: Int[Array, " S"]) -> Int[Array, " S"]:
+        """The positions that this rank's slots hold."""
+        return self.stripes.position(slots, self.key_rank)
 
 
 def _at(array: Array, group: int | Array) -> Array:
@@ -150,13 +228,33 @@ class MLAState:
 @dataclasses.dataclass(frozen=True)
 class State:
     """All that the model keeps of a batch of requests between calls. `prefill` and `decode` consume
-    it and return the next.
+    it and return the next; `kimi_jax.move` takes it to another placement or mesh.
     """
 
     layers: list[list[KDAState | MLAState]]
     length: Leaf  # [B], tokens seen by each row
     hidden: Leaf  # [B, D], normed output at each row's last token, for rows that bring no token
     max_length: int = dataclasses.field(metadata={"static": True})
+    # Between steps: the requests, which inactive rows complete on the mesh, and whose steps lay the
+    # arrays out so (a runner.Program). Inside a step: nothing, so that no batch compiles one anew.
+    batch: int = dataclasses.field(default=0, metadata={"static": True})
+    home: Any = dataclasses.field(default=None, metadata={"static": True})
+
+    def named(self) -> dict[tuple[int, int, str], Leaf]:
+        """The arrays of the layers, by stack, position in its groups, and name."""
+        return {
+            (i, j, field.name): getattr(layer, field.name)
+            for i, stack in enumerate(self.layers)
+            for j, layer in enumerate(stack)
+            for field in dataclasses.fields(layer)
+            if getattr(layer, field.name) is not None
+        }
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write all of it to a new folder, for `kimi_jax.load_state`; see `handover.save`."""
+        from .handover import save
+
+        save(self, path)
 
 
 def cache_dtype(dtype: jnp.dtype, on_cpu: bool) -> jnp.dtype:
@@ -169,35 +267,33 @@ def from_cache(stored: Array, dtype: jnp.dtype) -> Array:
     return stored if stored.dtype == dtype else jax.lax.bitcast_convert_type(stored, dtype)
 
 
-def write_rows(cache: Array, group: int | Array, rows: Float[Array, "B T R"], step: Step) -> Array:
-    """Write each valid new row at its position: the cost is the rows, not the cache.
+def write_rows(cache: Array, rows: Float[Array, "B T R"], step: Step) -> Array:
+    """Write each valid new row at its position, where this rank holds that: the cost is the rows,
+    not the cache.
 
-    Padding aims at slot S, which does not exist and is dropped; an index of -1 would wrap to the
+    All else aims at slot S, which does not exist and is dropped; an index of -1 would wrap to the
     last slot.
     """
     if cache.dtype != rows.dtype:
         rows = jax.lax.bitcast_convert_type(rows, cache.dtype)
-    slots = jnp.where(step.valid, step.positions, cache.shape[2])
+    here = step.valid & (step.stripes.owner(step.positions) == step.key_rank)
+    slots = jnp.where(here, step.stripes.slot(step.positions), cache.shape[2])
     batch = jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None]
-    return cache.at[group, batch, slots].set(rows, mode="drop")
+    return cache.at[step.group, batch, slots].set(rows, mode="drop")
 
 
 def read_block(
-    cache: Array,
-    group: int | Array,
-    first: Int[Array, ""],
-    size: int,
-    total: Int[Array, " B"],
-    dtype: jnp.dtype,
-) -> Float[Array, "B block R"]:
+    cache: Array, first: Int[Array, ""], size: int, dtype: jnp.dtype, step: Step
+) -> tuple[Float[Array, "B block R"], Int[Array, " block"]]:
     """Slots first .. first + size of one layer, zero where nothing was written (a slot may hold NaN
-    from elsewhere).
+    from elsewhere), and their positions.
     """
     _, B, _, R = cache.shape
-    start = (jnp.int32(group), jnp.int32(0), jnp.int32(first), jnp.int32(0))
+    start = (jnp.int32(step.group), jnp.int32(0), jnp.int32(first), jnp.int32(0))
     block = from_cache(jax.lax.dynamic_slice(cache, start, (1, B, size, R))[0], dtype)
-    slots = first + jnp.arange(size, dtype=jnp.int32)
-    return jnp.where((slots < total[:, None])[..., None], block, jnp.zeros((), dtype))
+    positions = step.positions_of(first + jnp.arange(size, dtype=jnp.int32))
+    written = positions < step.total[:, None]
+    return jnp.where(written[..., None], block, jnp.zeros((), dtype)), positions
 
 
 # The dims of every array of a state: what cuts it follows from the placement's table.

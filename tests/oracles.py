@@ -342,6 +342,13 @@ def step_of(start, lengths, T, **forms) -> Step:
     return _make_step(np.asarray(start, np.int32), np.asarray(lengths, np.int32), T, Forms(**forms))
 
 
+def step_with(active, step: Step) -> Step:
+    """The step of one request, of whose tokens only some are there."""
+    positions = jnp.arange(len(active), dtype=jnp.int32)[None]
+    sliced = step.place.rows == "sliced"
+    return dataclasses.replace(step, positions=positions, valid=active[None], sliced=sliced)
+
+
 def of_type(x, dtype):
     """Random numbers as the numpy array of a model's type."""
     return np.asarray(x).astype(jnp.dtype(dtype))

@@ -487,7 +487,6 @@ BAD_MESHES = [
     (["--place", "expert=local"], "--place expert=...: no such option, there are rows"),
     (["--place", "experts"], "'experts' is not of the form NAME=VALUE"),
     (["--place", "pad=vocab", "--place", "pad=heads"], "--place pad=... is given twice"),
-    (["--place", "keys=helix"], "Placement is not built yet with keys='helix'"),
     (
         ["--coordinator", "here", "--processes", "2", "--process-id", "0"],
         "--coordinator takes HOST:PORT, got 'here'",

@@ -23,8 +23,10 @@ from tolerances import EXACT, LOGITS, NEAR
 
 import kimi_jax as kj
 from kimi_jax.checkpoint import Checkpoint
+from kimi_jax.collectives import own_rows
 from kimi_jax.model import build, declare, slice_sizes
 from kimi_jax.runner import make_program
+from kimi_jax.state import Forms, Step
 
 P, BOTH = kj.Placement, ("data", "model")
 ALL = ("heads", "experts", "vocab", "dense", "shared")
@@ -166,34 +168,37 @@ def documented():
     }
 
 
-def collectives(jaxpr):
+def collectives(jaxpr, outside=""):
     """(where, kind, result) of every collective, nested programs included."""
     for eqn in jaxpr.eqns:
+        where = f"{outside}/{eqn.source_info.name_stack}"
         if eqn.primitive.name in PRIMITIVES:
-            where = str(eqn.source_info.name_stack)
             for out in eqn.outvars:
                 yield where, PRIMITIVES[eqn.primitive.name], out.aval
         for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
             if _is_jaxpr(inner):
-                yield from collectives(getattr(inner, "jaxpr", inner))
+                yield from collectives(getattr(inner, "jaxpr", inner), where)
 
 
 def _is_jaxpr(x):
     return hasattr(x, "eqns") or hasattr(x, "jaxpr")
 
 
-def traced(place, mesh, B, T, dtype="bfloat16", forms=None):
+def traced(place, mesh, B, T, dtype="bfloat16", forms=None, slots=64):
     """The collectives of a step of the three-layer model, by shapes alone."""
     program = make_program(MESHED, mesh, place, dtype, forms=forms)
     ints = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((B, T), (B,)))
-    step = program.step.trace(program.weight_shapes, program.state_shapes(B, 64), *ints)
+    step = program.step.trace(program.weight_shapes, program.state_shapes(B, slots), *ints)
     return list(collectives(step.jaxpr.jaxpr))
 
 
-def part_of(where, kind):
+def part_of(where):
+    for scope, part in {"selection": "selection", "heads": "heads of MLA"}.items():
+        if re.search(rf"attention/(.*/)?{scope}", where):
+            return part
     layer = re.search(r"layer_(\d)/(attention|mlp)", where)
     if not layer:
-        return "embedding" if kind == "all-reduce" else "head"
+        return re.search("embedding|output|head", where)[0]
     if layer[2] == "attention":
         return "attention"
     return "dense MLP" if layer[1] == "0" else "MoE"
@@ -209,20 +214,101 @@ PLACES = {
     'local, over data and model, `latent="sharded"`': P(
         experts="local", expert_axes=BOTH, latent="sharded"
     ),
+    "sliced rows, exchange": P(rows="sliced"),
+    "sliced rows, exchange, over data and model": P(
+        rows="sliced", keys="helix", exchange="values", helix_block=4, expert_axes=BOTH
+    ),
+    'sliced rows, exchange, `shared="sliced"`': P(rows="sliced", shared="sliced", keys="helix"),
+    'sliced rows, exchange, `latent="sharded"`': P(rows="sliced", latent="sharded"),
+    "sliced rows, local": P(rows="sliced", experts="local", keys="helix"),
 }
+HELIX = P(keys="helix", helix_block=4)
 
 
+@pytest.mark.parametrize("T", [1, 3])
 @pytest.mark.parametrize("name", PLACES)
-def test_a_step_holds_the_collectives_of_the_table_and_no_other(name):
-    """A dense, a KDA and an MLA layer with experts: layers 0, 1 and 2."""
-    found = traced(PLACES[name], kj.make_mesh(2, 4), 4, 3)
-    counts = Counter((part_of(where, kind), kind) for where, kind, _ in found)
+def test_a_step_holds_the_collectives_of_the_table_and_no_other(name, T):
+    """A dense, a KDA and an MLA layer with experts: layers 0, 1 and 2; a step of decoding and one
+    of more tokens. What cut keys need to be selected is listed apart.
+    """
+    place = PLACES[name]
+    found = traced(place, kj.make_mesh(2, 4), 4, T)
+    counts = Counter((part_of(where), kind) for where, kind, _ in found)
     times = {"attention": 3, "MoE": 2}
-    for part in ("embedding", "attention", "dense MLP", "MoE", "head"):
-        listed = documented()[part, name if part == "MoE" else "any"]
-        for kind, number in listed.items():
+    rows = "sliced rows" if place.rows == "sliced" else "any"
+    wanted = {"embedding": rows, "attention": rows, "dense MLP": rows, "MoE": name, "head": "any"}
+    wanted |= {"output": rows} if rows != "any" else {}
+    wanted |= {"heads of MLA": "helix keys"} if place.keys == "helix" else {}
+    for part, how in wanted.items():
+        for kind, number in documented()[part, how].items():
             assert counts.pop((part, kind), 0) == number * times.get(part, 1), (part, kind)
-    assert not counts
+    apart = {("selection", "all-gather"): 1} if place.keys == "helix" else {}
+    assert counts == apart
+
+
+def test_helix_keys_under_full_rows_add_one_exchange_of_heads():
+    counts = Counter(
+        (part_of(where), kind) for where, kind, _ in traced(HELIX, kj.make_mesh(1, 4), 4, 1)
+    )
+    assert counts["attention", "all-reduce"] == 3 and counts["heads of MLA", "all-to-all"] == 1
+    plain = Counter((part_of(w), kind) for w, kind, _ in traced(P(), kj.make_mesh(1, 4), 4, 1))
+    assert counts - plain == {("heads of MLA", "all-to-all"): 1, ("selection", "all-gather"): 1}
+
+
+@pytest.mark.parametrize("exchange, width", [("latents", "kv_rank"), ("values", "value_dim")])
+def test_what_helix_sends_does_not_depend_on_the_context(exchange, width):
+    """[n, B, T, own heads, width and two float32 statistics], whatever the cache holds."""
+    place = dataclasses.replace(HELIX, exchange=exchange)
+    sizes = set()
+    for slots in (64, 512):
+        found = traced(place, kj.make_mesh(1, 4), 4, 3, slots=slots)
+        sizes |= {out.shape for where, _, out in found if part_of(where) == "heads of MLA"}
+    assert sizes == {(4, 4, 3, MESHED.heads // 4, getattr(MESHED, width) + 4)}
+
+
+def test_sliced_rows_have_the_sizes_of_the_formulas():
+    """12 rows a data rank, 3 own ones of 4 ranks; the shared experts are gathered for apart."""
+    rows, own, D, L, A = 12, 3, MESHED.hidden, MESHED.latent, MESHED.active_experts
+    found = Counter()
+    for where, kind, out in traced(P(rows="sliced"), kj.make_mesh(2, 4), 8, 3):
+        found[part_of(where), kind, out.shape, out.dtype.name] += 1
+    assert found == {
+        ("embedding", "reduce-scatter", (own, D), "bfloat16"): 1,
+        ("attention", "all-gather", (rows, D), "bfloat16"): 3,
+        ("attention", "reduce-scatter", (own, D), "bfloat16"): 3,
+        ("dense MLP", "all-gather", (rows, D), "bfloat16"): 1,
+        ("dense MLP", "reduce-scatter", (own, D), "bfloat16"): 1,
+        ("MoE", "all-to-all", (4, own, L + 3 * A), "uint16"): 2,
+        ("MoE", "all-to-all", (4, own, L), "bfloat16"): 2,
+        ("output", "all-gather", (rows, D), "bfloat16"): 1,
+        ("head", "all-gather", (4, MESHED.vocab), "float32"): 1,
+    }
+
+
+@pytest.mark.parametrize("P_rows, own", [(8, 2), (7, 2), (1, 1), (5, 2)])
+def test_slices_on_four_ranks_join_to_the_whole(P_rows, own):
+    """Of rows and of a bank of three: ceil(P / 4) rows each, zeros behind the last one."""
+    step = Step.of(
+        jnp.zeros(P_rows, jnp.int32), jnp.ones(P_rows, jnp.int32), 1, Forms(), P(rows="sliced"),
+        {"data": 1, "model": 4},
+    )  # fmt: skip
+    x = np.random.default_rng(0).normal(size=(P_rows, 6))
+
+    def slices(x):
+        own = own_rows(x)
+        return own, step.every(own), own_rows(step.valid.reshape(-1))
+
+    spec = jax.sharding.PartitionSpec
+    run = jax.shard_map(
+        slices, mesh=kj.make_mesh(model=4), in_specs=spec(), check_vma=False,
+        out_specs=(spec("model"), spec(), spec("model")),
+    )  # fmt: skip
+    parts, joined, active = jax.jit(run)(x)
+    assert parts.shape == (4 * own, 6)
+    np.testing.assert_array_equal(parts[:P_rows], x)
+    np.testing.assert_array_equal(parts[P_rows:], 0)
+    np.testing.assert_array_equal(joined, x)
+    assert active.tolist() == [True] * P_rows + [False] * (4 * own - P_rows)
 
 
 def test_row_collectives_have_the_sizes_of_the_formulas():
@@ -230,9 +316,9 @@ def test_row_collectives_have_the_sizes_of_the_formulas():
     rows, own, D, L, A = 6, 2, MESHED.hidden, MESHED.latent, MESHED.active_experts
     found = Counter()
     for where, kind, out in traced(P(), kj.make_mesh(2, 4), 4, 3):
-        found[part_of(where, kind), kind, out.shape, out.dtype.name] += 1
+        found[part_of(where), kind, out.shape, out.dtype.name] += 1
     assert found == {
-        ("embedding", "all-reduce", (2, 3, D), "bfloat16"): 1,
+        ("embedding", "all-reduce", (rows, D), "bfloat16"): 1,
         ("attention", "all-reduce", (rows, D), "bfloat16"): 3,
         ("dense MLP", "all-reduce", (rows, D), "bfloat16"): 1,
         ("MoE", "all-reduce", (rows, D), "bfloat16"): 2,

@@ -15,14 +15,24 @@ import oracles
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
-from oracles import as_float64, bits, close, filled, of_type, quick_jit, small_config, weights_of
+from oracles import (
+    as_float64,
+    bits,
+    close,
+    filled,
+    of_type,
+    quick_jit,
+    small_config,
+    step_with,
+    weights_of,
+)
 from test_collectives import BOTH, groups, stand_in
 from tolerances import MOE_MESH
 
 from kimi_jax import collectives
-from kimi_jax.collectives import DATA, MODEL
+from kimi_jax.collectives import DATA, MODEL, of_bits, to_bits
 from kimi_jax.layers import Expert
-from kimi_jax.moe import MoE, dispatched, of_bits, to_bits
+from kimi_jax.moe import MoE, dispatched
 from kimi_jax.placement import Placement, make_mesh
 from kimi_jax.state import Forms, Step
 
@@ -35,7 +45,10 @@ def ragged_on_cpu(monkeypatch):
 
 
 def sublayer(module, x, active, step):
-    return module(x, active, step)
+    """All rows in, all rows out, whatever the rank holds between them."""
+    step = step_with(active, step)
+    y = module(collectives.own_rows(x) if step.sliced else x, step)
+    return step.every(y)
 
 
 def per_device(f, config, data, model, place, forms=Forms(), dtype="float64", packed=False):  # noqa: B008
@@ -114,6 +127,7 @@ FACTORS = dict(
     way=["padded", "ragged", "local"],
     axes=[(MODEL,), BOTH],
     latent=["whole", "sharded"],
+    hold=["full", "sliced", "sliced, shared too"],
     form=["grouped", "dense"],
     changes=[
         {},
@@ -146,17 +160,21 @@ def every_pair(factors):
 CASES = list(every_pair(list(FACTORS.values())))
 
 
-def placed(way, axes=(MODEL,), latent="whole"):
-    """How the experts are run, as a placement; and how rows travel."""
+def placed(way, axes=(MODEL,), latent="whole", hold="full"):
+    """How the experts are run and rows are held, as a placement; and how rows travel."""
     experts = "local" if way == "local" else "exchange"
-    place = Placement(experts=experts, expert_axes=axes, latent=latent)
+    rows, _, shared = hold.partition(", shared ")
+    place = Placement(
+        experts=experts, expert_axes=axes, latent=latent,
+        rows=rows, shared="sliced" if shared else "whole",
+    )  # fmt: skip
     return place, "ragged" if way == "ragged" else "padded"
 
 
 @one_of(tuple(FACTORS), CASES, ids=lambda value: str(value).replace(" ", ""))
-def test_every_placement_equals_one_device(mesh, rows, way, axes, latent, form, changes):
+def test_every_placement_equals_one_device(mesh, rows, way, axes, latent, hold, form, changes):
     config = small_config(experts=experts_for(*mesh, axes), **changes)
-    place, transport = placed(way, axes, latent)
+    place, transport = placed(way, axes, latent, hold)
     place.check(
         small_config(experts=config.experts, heads=8, kda_heads=8, dense_ffn=8), sizes(mesh)
     )

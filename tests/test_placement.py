@@ -120,11 +120,6 @@ def test_a_misfit_is_refused_before_anything_is_allocated(tmp_path):
     assert len(jax.live_arrays()) == before
 
 
-def test_options_that_are_not_built_say_so():
-    with pytest.raises(NotImplementedError, match="rows"):
-        kj.Placement(rows="sliced").check(AWKWARD, kj.make_mesh())
-
-
 def test_what_is_no_mesh_and_no_placement_is_refused(tmp_path):
     folder = write(MESHED, tmp_path / "meshed")
     names = jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])

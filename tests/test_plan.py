@@ -322,8 +322,6 @@ def test_a_mesh_that_does_not_fit_is_refused_before():
         plan(K3_1, ranks(5))
     with pytest.raises(PlacementError, match="unknown mesh axis 'rows'"):
         plan(K3_1, {"rows": 2})
-    with pytest.raises(NotImplementedError, match="keys='helix'"):
-        plan(K3_1, ranks(8), kj.Placement(keys="helix"))
 
 
 def test_names_every_number_that_cannot_be():
