@@ -28,7 +28,8 @@ Row = tuple[str | int | float, ...]
 SPEED_COLUMNS = ("step", "batch", "tokens", "compile_s", "step_ms", "tokens_per_s")
 COMPILE_COLUMNS = ("trace_s", "lower_s", "compile_s", "argument_bytes", "temporary_bytes")
 EXPERTS_COLUMNS = ("rows", "exchange_ms", "local_ms", "exchange_by_local")
-EXPERTS_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+ROWS_COLUMNS = ("rows", "sliced_ms", "full_ms", "sliced_by_full")
+STEP_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 REDUCE_COLUMNS = ("rows", "reduce", "pieces", "ms", "by_sum", "sent_bytes")
 REDUCE_ROWS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 REDUCE_PIECES = (1, 2, 4)
@@ -127,39 +128,65 @@ def compile_step(program: Program, B: int, T: int, slots: int) -> tuple[Any, dic
     return compiled, dict(zip(("trace", "lower", "compile"), seconds, strict=True))
 
 
-def experts(config: Config, mesh: Mesh, place: Placement, dtype: str | None) -> Iterator[Row]:
-    """Rows a data rank holds, and the time of one layer that exchanges them and of one that runs
-    its own experts on all of them, in turns.
-
-    The layer is a KDA layer with the model's experts, between a small embedding and head.
+def by_turns(config: Config, models: Sequence[Model]) -> Iterator[Row]:
+    """Rows a data rank holds, the time of a decode step under each of two placements, in turns, and
+    the ratio of both.
     """
-    one = dataclasses.replace(
-        config, layers=1, mla_layers=(), dense_layers=0, vocab=1024, bos=None, eos=(), pad=None
-    )
-    ways = [dataclasses.replace(place, experts=way) for way in ("exchange", "local")]
-    models = [random_model(one, mesh, way, dtype) for way in ways]
-    for rows in EXPERTS_ROWS:
-        B = rows * mesh.shape[DATA]
-        token = np.arange(B) % one.vocab
+    for rows in STEP_ROWS:
+        B = rows * models[0].program.sizes[DATA]
+        token = np.arange(B) % config.vocab
         states = [model.new_state(B, 128) for model in models]
         seconds: list[list[float]] = [[], []]
         for _ in range(REPEATS + 1):
             for at, model in enumerate(models):
                 took, (_, states[at]) = _timed(model.decode, states[at], token)
                 seconds[at].append(took)
-        exchange, local = (1000 * statistics.median(times[1:]) for times in seconds)
-        yield rows, exchange, local, exchange / local
+        first, second = (1000 * statistics.median(times[1:]) for times in seconds)
+        yield rows, first, second, first / second
 
 
-def local_below(rows: Sequence[Row]) -> int:
-    """The row count from which exchanging is faster, twice in a row and by 2 %; one more than the
-    largest that was measured where it never is.
+def one_layer(config: Config) -> Config:
+    """A KDA layer with the model's experts, between a small embedding and head."""
+    return dataclasses.replace(
+        config, layers=1, mla_layers=(), dense_layers=0, vocab=1024, bos=None, eos=(), pad=None
+    )
+
+
+def experts(config: Config, mesh: Mesh, place: Placement, dtype: str | None) -> Iterator[Row]:
+    """`by_turns` of one layer that exchanges its rows and of one that runs its own experts on all
+    of them.
     """
-    wins = [(int(count), float(by_local) * MARGIN < 1) for count, *_, by_local in rows]
+    one = one_layer(config)
+    ways = [dataclasses.replace(place, experts=way) for way in ("exchange", "local")]
+    yield from by_turns(one, [random_model(one, mesh, way, dtype) for way in ways])
+
+
+def rows(config: Config, mesh: Mesh, place: Placement, dtype: str | None) -> Iterator[Row]:
+    """`by_turns` of one layer whose rows are sliced over the model ranks and of one that keeps them
+    all on each.
+    """
+    one = one_layer(config)
+    ways = [dataclasses.replace(place, rows=way) for way in ("sliced", "full")]
+    yield from by_turns(one, [random_model(one, mesh, way, dtype) for way in ways])
+
+
+def crossover(measured: Sequence[Row]) -> int | None:
+    """The row count from which the first of two ways is faster, twice in a row and by 2 %; 0 where
+    it always is, None where it never is.
+    """
+    wins = [(int(count), float(ratio) * MARGIN < 1) for count, *_, ratio in measured]
     for at, ((count, once), (_, twice)) in enumerate(itertools.pairwise(wins)):
         if once and twice:
             return count if at else 0
-    return wins[-1][0] + 1
+    return None
+
+
+def local_below(measured: Sequence[Row]) -> int:
+    """The row count from which exchanging is faster; one more than the largest that was measured
+    where it never is.
+    """
+    found = crossover(measured)
+    return int(measured[-1][0]) + 1 if found is None else found
 
 
 def reductions(width: int, mesh: Mesh, dtype: str | None) -> Iterator[Row]:

@@ -219,6 +219,11 @@ def _add_bench(commands: Any) -> None:
         help="find the row count below which local experts are faster than exchanging rows",
     )
     add(
+        "--rows",
+        action="store_true",
+        help="find the row count from which slicing rows over ranks is faster than keeping all",
+    )
+    add(
         "--reduce",
         action="store_true",
         help="find the row count from which a ring completes sums faster than the backend's sum",
@@ -265,6 +270,7 @@ _BENCH_EXAMPLES = """\
   kimi-jax bench                              9 layers of random weights
   kimi-jax bench --shape mini-dsa --prompt 2048 --batch 1 --dtype bfloat16
   kimi-jax bench --experts --devices 8 --mesh 1x8
+  kimi-jax bench --rows --devices 8 --mesh 2x4 --place expert_axes=data,model
   kimi-jax bench --reduce --devices 8 --dtype bfloat16
   kimi-jax bench --compile k3.1               the released size, from shapes alone
   kimi-jax bench --compile k3.1 --devices 8 --prompt 4096
@@ -759,7 +765,7 @@ def _bench(options: argparse.Namespace) -> int:
         setattr(options, name, getattr(options, name) or value)
     if options.dtype == "float64" and (options.compile or options.shape != "shipped"):
         raise Refused("--dtype float64 is for --shape shipped")
-    ways = {"compile": _compiled, "experts": _experts, "reduce": _reduce}
+    ways = {"compile": _compiled, "experts": _experts, "rows": _rows, "reduce": _reduce}
     asked = [name for name in ways if getattr(options, name)]
     if len(asked) > 1:
         raise Refused(f"--{' and --'.join(asked)}: one at a time")
@@ -774,6 +780,8 @@ def _bench(options: argparse.Namespace) -> int:
     _print_table(title, [column.replace("_", " ") for column in columns], said)
     if options.experts:
         _advise(mesh, rows)
+    if options.rows:
+        _advise_rows(rows)
     if options.reduce:
         _advise_ring(rows)
     return 0
@@ -828,6 +836,15 @@ def _experts(options: argparse.Namespace, mesh: Any, place: Any) -> tuple[str, A
     return f"experts of {options.shape}, {_say_mesh(mesh)}", bench.EXPERTS_COLUMNS, rows
 
 
+def _rows(options: argparse.Namespace, mesh: Any, place: Any) -> tuple[str, Any, list]:
+    from . import bench
+
+    if mesh.shape["model"] == 1:
+        raise Refused("--rows slices over several model ranks: give --devices or --mesh")
+    rows = list(bench.rows(_bench_config(options), mesh, place, options.dtype))
+    return f"rows of {options.shape}, {_say_mesh(mesh)}", bench.ROWS_COLUMNS, rows
+
+
 def _reduce(options: argparse.Namespace, mesh: Any, place: Any) -> tuple[str, Any, list]:
     from . import bench
 
@@ -858,6 +875,19 @@ def _advise(mesh: Any, rows: list) -> None:
     below = bench.local_below(rows)
     place = f'Placement(experts="auto", local_below={below})'
     _write(f"here: {place}, or --place experts=auto --place local_below={below}\n")
+
+
+def _advise_rows(rows: list) -> None:
+    from . import bench
+
+    found = bench.crossover(rows)
+    if found is None:
+        _write('here: slicing is not faster; keep Placement(rows="full")\n')
+    elif found == 0:
+        _write('here: slicing is always faster; Placement(rows="sliced")\n')
+    else:
+        place = f'Placement(rows="auto", sliced_from={found})'
+        _write(f"here: {place}, or --place rows=auto --place sliced_from={found}\n")
 
 
 def _say_mesh(mesh: Any) -> str:

@@ -96,8 +96,6 @@ def load_state(path: str | os.PathLike, model: Model) -> State:
     Raises `RequestError` where the folder holds no state, or one of another model or type, naming
     every size that differs.
     """
-    if not isinstance(model, Model):
-        raise RequestError(f"load_state needs a model, got {model!r:.60}")
     import orbax.checkpoint as ocp
 
     folder = Path(path).absolute()
@@ -173,7 +171,7 @@ class _Layout:
     target: Program
     batch: int
     max_length: int
-    error: Exception | None = None
+    errors: list[Exception] = dataclasses.field(default_factory=list)  # one at most
 
     def state(self) -> State:
         """The state of the target, on all processes or on none."""
@@ -186,7 +184,7 @@ class _Layout:
             for i, stack in enumerate(shapes.layers)
         ]
         ends = {n: self._array([-1], n, getattr(shapes, n)) for n in ("length", "hidden")}
-        settle("laying out the state", self.error)
+        settle("laying out the state", self.errors.pop() if self.errors else None)
         return State(layers, **ends, max_length=self.max_length, batch=self.batch, home=self.target)
 
     def _layer(self, shapes: Any, span: Span, position: int) -> Any:
@@ -207,11 +205,11 @@ class _Layout:
         return self._try(lambda: _on_devices(parts, held, shape))
 
     def _try(self, action: Callable[[], Any]) -> Any:
-        if self.error is None:
+        if not self.errors:
             try:
                 return action()
             except Exception as error:
-                self.error = error
+                self.errors.append(error)
         return None
 
     def _fill(

@@ -28,7 +28,7 @@ class Stripes:
 
     def owner(self, position: Any) -> Any:
         """The rank that holds a position."""
-        return position // self.block % self.ranks if self.ranks > 1 else 0
+        return position // self.block % self.ranks
 
     def slot(self, position: Any) -> Any:
         """Where its owner keeps a position."""

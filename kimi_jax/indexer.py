@@ -13,9 +13,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from . import collectives
-from .collectives import MODEL, Axis
+from .collectives import MODEL, Axis, of_bits, to_bits
 from .config import Config
-from .helix import Stripes
 from .layers import HIGHEST, at_least_float32, layer_norm, linear, linear_wide, weight
 from .reductions import SUM, traffic
 from .state import Step, read_block
@@ -50,22 +49,19 @@ def select_sorted(scores: Float[Array, "B T S"], keep: int) -> Bool[Array, "B T 
     return (rank < keep) & (scores > -jnp.inf)
 
 
-def select_top_k(
+def candidates(
     scores: Float[Array, "B T S"], keep: int
-) -> tuple[Int[Array, "B T U"], Bool[Array, "B T U"]]:
-    """The positions of the `keep` best keys of each query, and which of them are keys at all (score
-    > -inf).
+) -> tuple[Float[Array, "B T U"], Int[Array, "B T U"]]:
+    """The scores and slots of the `keep` best keys of each query, the best first; of equals, the
+    one in the lowest slot.
     """
-    best, positions = jax.lax.top_k(scores, keep)
-    return positions.astype(jnp.int32), best > -jnp.inf
+    best, slots = jax.lax.top_k(scores, min(keep, scores.shape[-1]))
+    return best, slots.astype(jnp.int32)
 
 
 def select_mask(scores: Float[Array, "B T S"], keep: int) -> Bool[Array, "B T S"]:
-    """`select_sorted` without the sorts: all that ranks no lower than the last key that
-    `select_top_k` keeps.
-    """
-    keep = min(keep, scores.shape[-1])
-    best, positions = jax.lax.top_k(scores, keep)
+    """`select_sorted` without the sorts: all that ranks no lower than the last of `candidates`."""
+    best, positions = candidates(scores, keep)
     last, at = best[..., -1:], positions[..., -1:]
     slots = jnp.arange(scores.shape[-1], dtype=jnp.int32)
     return ((scores > last) | ((scores == last) & (slots <= at))) & (scores > -jnp.inf)
@@ -75,50 +71,42 @@ def select_mask(scores: Float[Array, "B T S"], keep: int) -> Bool[Array, "B T S"
 # float32 or float64, no -0.0.
 
 
-def select_cut(
-    scores: Float[Array, "B T s"],
-    positions: Int[Array, " s"],
+def keep_best(
+    best: Float[Array, "B T U"],
+    positions: Int[Array, "B T U"],
     keep: int,
+    limit: int,
     axis: Axis = MODEL,
-    limit: int = 2**31,
     form: str = "auto",
-) -> tuple[Int[Array, "B T u"], Bool[Array, "B T u"]]:
-    """This rank's u = min(keep, s) best slots, the best first, and which of them are among the
-    `keep` best keys of all ranks: the first ones. Over all ranks these are those of
-    `select_sorted`.
+) -> Bool[Array, "B T U"]:
+    """Which of a rank's candidates, the best first, are among the `keep` best keys of all ranks:
+    the first ones. All ranks together keep what `select_sorted` keeps.
 
-    `positions`, below `limit`, are those of this rank's slots: ascending, and no other rank's.
-    `form` says how the ranks find out: "candidates" or "histograms", of the same result, or "auto",
-    the one of fewer `selection_bytes`.
+    `positions` are below `limit`, and those of other ranks are others. `form` says how the ranks
+    find out: "candidates" or "histograms", of the same result, or "auto", the one of fewer
+    `selection_bytes`. A rank must bring as many candidates as it has keys, or `keep`.
     """
-    u, n = min(keep, scores.shape[-1]), collectives.ranks(axis)
-    best, slots = jax.lax.top_k(scores, u)
-    slots = slots.astype(jnp.int32)
+    n = collectives.ranks(axis)
     if n == 1:
-        return slots, best > -jnp.inf
+        return best > -jnp.inf
     if form == "auto":
-        sent = selection_bytes(n, keep, scores.shape[-1], scores.dtype, limit)
+        sent = selection_bytes(n, best.shape[-1], best.dtype, limit)
         form = min(sent, key=lambda name: sent[name])
     if form == "candidates":
-        return slots, _kept_of_candidates(best, positions[slots], keep, axis)
+        return _kept_of_candidates(best, positions, keep, axis)
     if form == "histograms":
-        return slots, _kept_by_histograms(best, positions[slots], keep, axis, limit)
+        return _kept_by_histograms(best, positions, keep, axis, limit)
     raise ValueError(f"form must be auto, candidates or histograms, got {form!r}")
 
 
-def selection_bytes(
-    n: int, keep: int, slots: int, dtype: DTypeLike, limit: int = 2**31
-) -> dict[str, int]:
-    """The bytes that a rank of n, with so many slots of its own, sends for a query in each form of
-    `select_cut`: every candidate to every rank in one message, or one histogram a digit.
+def selection_bytes(n: int, count: int, dtype: DTypeLike, limit: int) -> dict[str, int]:
+    """The bytes that a rank of n sends for a query in each form of `keep_best`: all its candidates
+    to every rank in one message, or one histogram a digit.
     """
     size = jnp.dtype(dtype).itemsize
     digits = _digits(8 * size) + _digits((limit - 1).bit_length())
     histogram = traffic(SUM, n, 1, 2**DIGIT_BITS, jnp.int32).sent
-    return {
-        "candidates": (n - 1) * min(keep, slots) * (size + 4),
-        "histograms": digits * histogram,
-    }
+    return {"candidates": (n - 1) * count * 2 * size, "histograms": digits * histogram}
 
 
 def _digits(width: int) -> int:
@@ -129,29 +117,13 @@ def _kept_of_candidates(
     best: Float[Array, "B T u"], positions: Int[Array, "B T u"], keep: int, axis: Axis
 ) -> Bool[Array, "B T u"]:
     """Every rank sees all candidates and finds the last that is kept."""
-    words = collectives.all_gather(_pack(best, positions), 2, axis)
-    scores, places = _unpack(words, best.dtype)
+    sent = to_bits(best[..., None], positions[..., None])
+    arrived = of_bits(collectives.all_gather(sent, 2, axis), (1, best.dtype), (1, jnp.int32))
+    scores, places = (x[..., 0] for x in arrived)
     falling, places = jax.lax.sort((-scores, places), num_keys=2)
     end = min(keep, falling.shape[-1])
     last, at = -falling[..., end - 1 : end], places[..., end - 1 : end]
     return ((best > last) | ((best == last) & (positions <= at))) & (best > -jnp.inf)
-
-
-def _pack(
-    scores: Float[Array, "B T u"], positions: Int[Array, "B T u"]
-) -> UInt[Array, "B T u words"]:
-    """A score and its position in 32-bit words."""
-    words = jax.lax.bitcast_convert_type(scores, jnp.uint32).reshape(*scores.shape, -1)
-    return jnp.concatenate([words, positions.astype(jnp.uint32)[..., None]], -1)
-
-
-def _unpack(
-    words: UInt[Array, "B T X words"], dtype: DTypeLike
-) -> tuple[Float[Array, "B T X"], Int[Array, "B T X"]]:
-    """`_pack` undone."""
-    score_words = words[..., 0] if words.shape[-1] == 2 else words[..., :-1]
-    scores = jax.lax.bitcast_convert_type(score_words, dtype)
-    return scores, words[..., -1].astype(jnp.int32)
 
 
 def _kept_by_histograms(
@@ -255,15 +227,3 @@ def score_cache(
     scores = jax.lax.fori_loop(0, blocks, one, jnp.full((B, T, S), -jnp.inf, dtype))
     causal = step.positions_of(jnp.arange(S, dtype=jnp.int32)) <= positions[..., None]
     return jnp.where(causal, scores, -jnp.inf)
-
-
-def select(
-    scores: Float[Array, "B T S"], positions: Int[Array, " S"], keep: int, stripes: Stripes
-) -> tuple[Int[Array, "B T U"], Bool[Array, "B T U"]]:
-    """The slots of the keys that this rank holds of each query's `keep` best, and which of them
-    are.
-    """
-    if stripes.ranks == 1:
-        return select_top_k(scores, keep)
-    limit = stripes.ranks * scores.shape[-1]
-    return select_cut(scores, positions, keep, limit=limit)

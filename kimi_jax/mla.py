@@ -16,7 +16,15 @@ from jaxtyping import Array, Bool, Float, Int
 from . import helix
 from .config import Config
 from .helix import Partial
-from .indexer import Indexer, score, score_cache, select, select_mask, select_sorted
+from .indexer import (
+    Indexer,
+    candidates,
+    keep_best,
+    score,
+    score_cache,
+    select_mask,
+    select_sorted,
+)
 from .layers import HIGHEST, at_least_float32, linear, rms_norm, weight, widen
 from .state import MLAState, Step, from_cache, read_block, write_rows
 
@@ -232,24 +240,27 @@ class MLA(nnx.Module):
 
     def _sparse(self, q: Array, x: Array, latent: Array, state: MLAState, step: Step) -> Partial:
         """Select and attend, a block of queries at a time, so that memory follows the block and not
-        the prompt.
+        the prompt; ranks agree on what is kept once, between the blocks.
         """
-        C, keys = self.config.kv_rank, state.index_keys
+        C, U, keys = self.config.kv_rank, self.config.index_topk, state.index_keys
         assert keys is not None
-        S = keys.shape[2]
-        held = step.positions_of(jnp.arange(S, dtype=jnp.int32))
+        (B, T), S = step.positions.shape, keys.shape[2]
+        size = max(1, min(T, GATHER_ELEMENTS // (B * min(U, S) * q.shape[-1])))
 
-        def one(block: tuple[Array, Array, Array, Array]) -> Partial:
-            q, x, latent, positions = block
-            scores = self._scores(x, latent, keys, positions, step)
-            with jax.named_scope("selection"):
-                chosen, kept = select(scores, held, self.config.index_topk, step.stripes)
+        def find(block: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+            return candidates(self._scores(*block[:2], keys, block[2], step), U)
+
+        def attend(block: tuple[Array, Array, Array]) -> Partial:
+            q, chosen, kept = block
             return attend_selected(q, state.latents, step.group, chosen, kept, C, self._scale)
 
-        B, T = step.positions.shape
-        gathered = B * min(self.config.index_topk, S) * q.shape[-1]
-        size = max(1, min(T, GATHER_ELEMENTS // gathered))
-        return over_queries(one, (q, x, latent, step.positions), step.valid, size)
+        best, chosen = over_queries(find, (x, latent, step.positions), step.valid, size)
+        with jax.named_scope("selection"):
+            limit = S * step.stripes.ranks
+            kept = best > -jnp.inf
+            if step.stripes.ranks > 1:
+                kept = keep_best(best, step.positions_of(chosen), U, limit)
+        return over_queries(attend, (q, chosen, kept), step.valid, size)
 
 
 def over_queries(one, arrays: tuple[Array, ...], valid: Bool[Array, "B T"], size: int):

@@ -326,7 +326,10 @@ def settle(what: str, error: BaseException | None) -> None:
             others = ", ".join(map(str, np.flatnonzero(failed)))
             raise PlacementError(f"{what} failed on process {others}, and so on none succeeded")
     if error is not None:
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # its frames would hold it, and it them, and they arrays
 
 
 def agree(what: str, *values: object) -> None:

@@ -165,7 +165,7 @@ class Step:
         """The most keys that this rank holds of a row after this call."""
         return self.stripes.length(jnp.max(self.total), self.key_rank)
 
-    def positions_of(self, slots: Int[Array, " S"]) -> Int[Array, " S"]:
+    def positions_of(self, slots: Int[Array, "*S"]) -> Int[Array, "*S"]:
         """The positions that this rank's slots hold."""
         return self.stripes.position(slots, self.key_rank)
 
@@ -276,7 +276,9 @@ def write_rows(cache: Array, rows: Float[Array, "B T R"], step: Step) -> Array:
     """
     if cache.dtype != rows.dtype:
         rows = jax.lax.bitcast_convert_type(rows, cache.dtype)
-    here = step.valid & (step.stripes.owner(step.positions) == step.key_rank)
+    here = step.valid
+    if step.stripes.ranks > 1:
+        here &= step.stripes.owner(step.positions) == step.key_rank
     slots = jnp.where(here, step.stripes.slot(step.positions), cache.shape[2])
     batch = jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None]
     return cache.at[step.group, batch, slots].set(rows, mode="drop")

@@ -534,11 +534,21 @@ def test_a_plan_that_cannot_be_is_refused(capsys, options, message):
 
 
 def test_experts_are_measured_and_the_crossover_is_said(capsys, monkeypatch):
-    monkeypatch.setattr(bench, "EXPERTS_ROWS", (1, 2))
+    monkeypatch.setattr(bench, "STEP_ROWS", (1, 2))
     monkeypatch.setattr(bench, "REPEATS", 1)
     assert cli.main(["bench", "--experts", "--shape", "shipped", "--mesh", "1x2"]) == 0
     out = capsys.readouterr().out
     assert "exchange ms" in out and re.search(r'Placement\(experts="auto", local_below=\d+\)', out)
+
+
+def test_sliced_rows_are_measured_and_the_crossover_is_said(capsys, monkeypatch):
+    monkeypatch.setattr(bench, "STEP_ROWS", (1, 2))
+    monkeypatch.setattr(bench, "REPEATS", 1)
+    assert cli.main(["bench", "--rows", "--shape", "shipped", "--mesh", "1x2"]) == 0
+    out = capsys.readouterr().out
+    assert "sliced by full" in out and re.search(r'Placement\(rows="(full|sliced)"', out)
+    assert cli.main(["bench", "--rows", "--mesh", "2x1"]) == 2
+    assert "over several model ranks" in capsys.readouterr().err
 
 
 def test_the_crossover_takes_two_wins_by_two_per_cent():
@@ -546,3 +556,5 @@ def test_the_crossover_takes_two_wins_by_two_per_cent():
     assert bench.local_below(rows) == 8
     assert bench.local_below(rows[:3]) == 5
     assert bench.local_below(rows[3:]) == 0
+    found = [bench.crossover(some) for some in (rows, rows[:3], rows[3:])]
+    assert found == [8, None, 0]

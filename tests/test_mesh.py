@@ -421,11 +421,15 @@ def test_a_failure_half_way_leaves_nothing_behind(folders):
 # Several processes
 
 
-def processes(folder, *prompts, options=("--json", "--max-new-tokens", "6")):
-    """The command in two processes of four devices, one prompt of ids each or the same for both."""
+def free_address():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+def processes(folder, *prompts, options=("--json", "--max-new-tokens", "6")):
+    """The command in two processes of four devices, one prompt of ids each or the same for both."""
+    address = free_address()
     started = []
     for i in range(2):
         words = [sys.executable, "-m", "kimi_jax", "generate", prompts[i % len(prompts)]]

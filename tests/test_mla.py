@@ -30,11 +30,11 @@ from tolerances import ATTENTION, ATTENTION_BF16, DRIFT, INDEX_SCORE, MLA_LAYER
 from kimi_jax import mla as mla_module
 from kimi_jax.indexer import (
     Indexer,
+    candidates,
     score,
     score_cache,
     select_mask,
     select_sorted,
-    select_top_k,
 )
 from kimi_jax.layers import rms_norm
 from kimi_jax.mla import (
@@ -94,6 +94,13 @@ def run_expanded(q, latents, w_k_b, w_v_b, allowed):
 
 
 run_score = quick_jit(score)
+
+
+def select_top_k(scores, keep):
+    best, slots = candidates(scores, keep)
+    return slots, best > -jnp.inf
+
+
 by_sort, by_mask, by_top_k = (
     quick_jit(f, static_argnums=1) for f in (select_sorted, select_mask, select_top_k)
 )
