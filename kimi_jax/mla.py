@@ -30,6 +30,7 @@ from .state import MLAState, Step, from_cache, read_block, write_rows
 
 KEY_BLOCK = 512
 GATHER_ELEMENTS = 2**23  # latent elements gathered at once by a block of queries
+DENSE_ELEMENTS = 2**26  # scores of a block of keys, or values, of a block of queries
 
 
 def dot(spec: str, a: Array, b: Array) -> Array:
@@ -229,8 +230,12 @@ class MLA(nnx.Module):
         slots, U = state.latents.shape[2], self.config.index_topk
 
         def dense(slots: int) -> Partial:
-            C = self.config.kv_rank
-            return attend_rows(q, state.latents, step.positions, step, C, self._scale, slots)
+            C, (B, T, H, _) = self.config.kv_rank, q.shape
+            size = max(1, DENSE_ELEMENTS // (B * H * max(KEY_BLOCK, C)))
+            one = lambda block: attend_rows(  # noqa: E731
+                block[0], state.latents, block[1], step, C, self._scale, slots
+            )
+            return over_queries(one, (q, step.positions), step.valid, min(T, size))
 
         if not self.config.sparse or step.stripes.most(slots) <= U:
             return dense(slots)

@@ -192,6 +192,14 @@ def run_own(
     return FORMS[step.forms.moe](z, local, weights, experts, step.group)
 
 
+def owners(ids: Int[Array, "c A"], held: int, n: int) -> tuple[Array, Array]:
+    """The rank that owns each expert, of n that hold so many each, -1 where it is none [c, A]; and
+    the ranks that a row is sent to [c, n].
+    """
+    owner = jnp.where(ids >= 0, ids // held, -1)
+    return owner, jnp.any(owner[..., None] == jnp.arange(n, dtype=jnp.int32), axis=1)
+
+
 def dispatched(
     z: Float[Array, "c L"],
     ids: Int[Array, "c A"],
@@ -211,8 +219,7 @@ def dispatched(
     if n == 1:
         return run_own(z, ids, weights, experts, step)
     numbers = jnp.arange(n, dtype=jnp.int32)
-    owner = jnp.where(ids >= 0, ids // held, -1)
-    wanted = jnp.any(owner[..., None] == numbers, axis=1)
+    owner, wanted = owners(ids, held, n)
     slot = jnp.cumsum(wanted, 0, dtype=jnp.int32) - 1
     own = jnp.arange(c, dtype=jnp.int32)[:, None]
     rows = jnp.full((n, c), c, jnp.int32)

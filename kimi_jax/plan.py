@@ -161,7 +161,8 @@ class Plan:
 
     def sums(self, rows: int, step: str = "prefill") -> tuple[Reduction, int, Traffic]:
         """How a step of so many rows a data rank completes partial sums, how many there are (two
-        a layer), and what each costs a rank. The latent columns of local experts are not counted.
+        a layer), and what each costs a rank, where all rows are kept. The latent columns of local
+        experts are not counted.
         """
         how = self.placement.reduction(step, rows, self.model)
         cost = traffic(how, self.model, rows, self.config.hidden, self.dtype)
@@ -226,6 +227,12 @@ class Plan:
         for rows in (threshold, two_shot_rows(PREFILL_ROWS, threshold)):
             if rows and self.model > 1:
                 how, count, cost = self.sums(rows)
+                if self.placement.slices_rows(rows):
+                    yield (
+                        f"prefill steps of {rows:,} rows: sums by {how.algorithm}, of which a rank "
+                        "completes its own rows alone"
+                    )
+                    continue
                 yield (
                     f"prefill steps of {rows:,} rows: {count} sums by {how.algorithm}, each "
                     f"{_say(cost.sent)} sent in {cost.steps} steps, {_say(cost.scratch)} of scratch"

@@ -52,6 +52,10 @@ RUNS = [
     ("odd", (2, 4), P(pad=ALL, expert_axes=BOTH, latent="sharded")),
     ("odd", (1, 5), P(pad=ALL, experts="local")),
     ("odd", (1, 6), P(pad=ALL)),
+    ("odd", (1, 4), P(pad=ALL, keys="helix", helix_block=4, rows="sliced")),
+    ("odd", (2, 4), P(pad=ALL, keys="helix", helix_block=2, exchange="values", shared="sliced")),
+    ("meshed", (1, 4), P(rows="sliced", prefill_reduce="ring_fp32", prefill_ring_rows=1)),
+    ("meshed", (2, 4), P(rows="sliced", shared="sliced", latent="sharded", expert_axes=BOTH)),
 ]
 
 
@@ -99,6 +103,40 @@ def test_any_number_of_rows_over_four_ranks_equals_one_device(folders):
         worst = np.abs(np.asarray(got) - np.asarray(want)[:rows]).max(-1)
         assert worst.max() < LOGITS["float32"], rows
         assert np.quantile(worst, 0.99) < NEAR["float32"], rows
+
+
+def test_logits_and_mixtures_of_whole_prompts_are_those_of_one_device(folders):
+    """Sliced rows and cut keys where no state is kept; 2 rows of 11 tokens, 13 of one."""
+    place = P(keys="helix", helix_block=2, rows="sliced", shared="sliced")
+    one, four = (
+        kj.load(folders("meshed"), *where, dtype="float64")
+        for where in ((), (kj.make_mesh(model=4), place))
+    )
+    ids, lengths = prompts(MESHED, (11, 7))
+    for row, want, n in zip(
+        four.logits(ids, lengths), one.logits(ids, lengths), lengths, strict=True
+    ):
+        np.testing.assert_allclose(row[:n], want[:n], atol=EXACT, rtol=0)
+    tokens = prompts(MESHED, (13,))[0][0].tolist()
+    np.testing.assert_allclose(four.mixtures(tokens), one.mixtures(tokens), atol=EXACT, rtol=0)
+
+
+def test_auto_rows_compile_each_form_once(folders):
+    """Decode steps of 2 rows keep all rows, prefill steps of 32 slice them: two programs."""
+    place = P(rows="auto", sliced_from=9, keys="helix", helix_block=4)
+    model = kj.load(folders("meshed"), kj.make_mesh(model=2), place, dtype="float32")
+    compiled = []
+    listen = lambda name, *_, **__: compiled.append(name)  # noqa: E731
+    state = model.new_state(2, 128)
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        for length in (5, 16, 9):
+            _, state = model.prefill(state, *prompts(MESHED, (length, 3)))
+            for _ in range(3):
+                _, state = model.decode(state, np.array([5, 6]))
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert compiled.count("/jax/core/compile/backend_compile_duration") == 2
 
 
 def test_generated_ids_are_those_of_one_device(folders):

@@ -32,7 +32,7 @@ from tolerances import MOE_MESH
 from kimi_jax import collectives
 from kimi_jax.collectives import DATA, MODEL, of_bits, to_bits
 from kimi_jax.layers import Expert
-from kimi_jax.moe import MoE, dispatched
+from kimi_jax.moe import MoE, dispatched, owners
 from kimi_jax.placement import Placement, make_mesh
 from kimi_jax.state import Forms, Step
 
@@ -463,6 +463,20 @@ def test_collectives_of_a_sublayer(monkeypatch, mesh, way, axes, latent, counts)
     monkeypatch.undo()  # traced, not compiled: the real ragged exchange
     place, transport = placed(way, axes, latent)
     assert count_collectives(mesh, place, transport=transport) == counts
+
+
+@one_of("n, ideal", [(8, 36_179), (16, 35_577), (32, 33_344)])
+def test_bytes_of_distinct_copies_of_10000_rows_are_those_of_the_formula(n, ideal):
+    """K3 under sliced rows, bytes a row, layer and rank: one gather and one scatter of rows of H,
+    and the copies of latent rows to other ranks and back; 16 of 896 experts drawn uniformly.
+    """
+    rows, H, L = 10_000, 7168, 3584
+    ids = np.random.default_rng(0).random((rows, 896)).argsort(-1)[:, :16].astype(np.int32)
+    _, wanted = jax.jit(owners, static_argnums=(1, 2))(ids, 896 // n, n)
+    source = np.arange(rows) * n // rows
+    remote = np.asarray(wanted) & (source[:, None] != np.arange(n))
+    sent = 2 * (n - 1) / n * 2 * H + 2 * remote.sum() / rows * 2 * L / n
+    assert sent == pytest.approx(ideal, rel=0.01)
 
 
 def test_auto_takes_local_experts_below_its_number_of_rows():

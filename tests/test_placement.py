@@ -103,6 +103,39 @@ def test_experts_over_both_axes_and_cut_latents_are_checked_too():
         kj.Placement(latent="sharded", pad=PAD).check(odd, {"model": 2})
 
 
+def test_sliced_rows_and_helix_keys_are_checked_like_the_rest():
+    """What they cut is named; the shared experts' width only where it is cut."""
+    sliced = kj.Placement(rows="sliced", keys="helix")
+    odd = dataclasses.replace(MESHED, expert_ffn=33, quantized=False)
+    sliced.check(odd, {"model": 4})
+    for place in (kj.Placement(), dataclasses.replace(sliced, shared="sliced")):
+        with pytest.raises(kj.PlacementError, match=r"shared intermediate: 33 over 4 ranks"):
+            place.check(odd, {"model": 4})
+    few = dataclasses.replace(MESHED, heads=6, kda_heads=12, experts=18)
+    with pytest.raises(kj.PlacementError) as refusal:
+        sliced.check(few, {"model": 8})
+    for said in ("heads: 6 over 8", "KDA heads: 12 over 8", "experts: 18 over 8"):
+        assert said in str(refusal.value)
+
+
+def test_a_dense_layer_after_one_with_experts_is_refused_where_rows_are_sliced():
+    alternating = dataclasses.replace(MESHED, moe_layer_freq=2)
+    assert [alternating.is_dense(i) for i in range(3)] == [True, True, False]
+    later = dataclasses.replace(alternating, layers=5, mla_layers=(2,))
+    kj.Placement().check(later, {"model": 2})
+    kj.Placement(rows="sliced").check(alternating, {"model": 2})
+    for rows in ("sliced", "auto"):
+        with pytest.raises(kj.PlacementError, match=r"may be dense, and layers 3 are"):
+            kj.Placement(rows=rows).check(later, {"model": 2})
+
+
+def test_auto_slices_from_its_number_of_rows():
+    place = kj.Placement(rows="auto", sliced_from=9)
+    assert [place.slices_rows(rows) for rows in (1, 8, 9, 4096)] == [False, False, True, True]
+    assert kj.Placement(rows="sliced").slices_rows(1)
+    assert not kj.Placement(sliced_from=1).slices_rows(4096)
+
+
 def test_a_mesh_is_refused_by_its_axis():
     with pytest.raises(kj.PlacementError, match="needs 4096 devices, JAX has 8"):
         kj.make_mesh(model=4096)
@@ -140,6 +173,20 @@ def test_specs_follow_the_table():
     assert cut.spec(("D", "YL")) == Spec(None, "model")
     assert place.spec(STATE_DIMS["memory"]) == Spec(None, "data", "model", None, None)
     assert place.spec(STATE_DIMS["latents"]) == Spec(None, "data", None, None)
+    helix = kj.Placement(keys="helix", rows="sliced")
+    values = dataclasses.replace(helix, exchange="values", shared="sliced")
+    for one in (helix, values):
+        for name in ("latents", "index_keys"):
+            assert one.spec(STATE_DIMS[name]) == Spec(None, "data", "model", None)
+        assert one.spec(("MK", "Q")) == Spec(None, None)
+        assert one.spec(("HV", "D")) == Spec("model", None)
+    assert helix.spec(("O", "V", "C")) == Spec("model", None, None)
+    assert values.spec(("O", "V", "C")) == Spec(None, None, None)
+    assert (helix.spec(("X", "D")), values.spec(("X", "D"))) == (
+        Spec(None, None),
+        Spec("model", None),
+    )
+    assert place.spec(("MK", "Q")) == place.spec(("X", "D")) == Spec("model", None)
 
 
 # What the layout of system A cuts: everything else is whole on every rank.

@@ -6,11 +6,12 @@ import dataclasses
 import inspect
 import math
 import os
+import re
 
 import jax
 import jax.numpy as jnp
 import pytest
-from models import AWKWARD, FAMILY, write
+from models import AWKWARD, FAMILY, MESHED, write
 
 import kimi_jax as kj
 from kimi_jax.placement import PlacementError
@@ -359,6 +360,83 @@ def test_the_memory_that_accelerators_report():
     assert memory(FakeMesh(80 * GB, 79 * GB)) == 79 * GB
     assert memory(FakeMesh(None, None)) is None
     assert memory(FakeMesh()) is None
+
+
+HELIX = kj.Placement(keys="helix")
+
+
+@pytest.mark.parametrize("n, weights", [(8, 206_866_960_112), (16, 110_191_471_488), (32, 0)])
+def test_helix_cuts_the_cache_of_a_million_tokens(n, weights):
+    """27,648 bytes of latent rows a token, all layers together, and 6,144 of index keys; what q_b
+    and the absorbed k_b weigh more, 1.661 (1 - 1 / n) GB, on every rank.
+    """
+    whole, cut = (plan(K3_1, ranks(n), p, batch=64, context=10**6) for p in (kj.Placement(), HELIX))
+    tokens = 64 * cut.slots
+    assert cut.slots == (10**6 // (64 * n)) * 64 + min(64, 10**6 % (64 * n))
+    assert cut.terms["latent cache"] == 27_648 * tokens
+    assert cut.terms["index keys"] == 6_144 * tokens
+    assert whole.terms["latent cache"] == 27_648 * 64 * 10**6
+    more = cut.weight_bytes - whole.weight_bytes
+    assert more == pytest.approx(1.661e9 * (1 - 1 / n), rel=1e-3)
+    assert f"{cut.slots:,} of 1,000,000 keys a device, in blocks of 64; 33,792 B a key" in str(cut)
+    if n == 8:
+        assert cut.weight_bytes == weights
+
+
+def test_what_sliced_rows_keep_whole_and_cut():
+    """The shared experts, 24.31 (1 - 1 / n) GB more on every rank, unless they are cut too."""
+    full, whole, cut = (
+        plan(K3_1, ranks(8), kj.Placement(**options))
+        for options in (dict(), dict(rows="sliced"), dict(rows="auto", shared="sliced"))
+    )
+    assert cut.weight_bytes == full.weight_bytes
+    more = whole.weight_bytes - full.weight_bytes
+    assert more == pytest.approx(24.31e9 * 7 / 8, rel=1e-3)
+    assert more == whole.terms["shared experts"] - full.terms["shared experts"]
+
+
+def test_a_plan_says_which_steps_slice_rows():
+    auto = kj.Placement(rows="auto", sliced_from=64, shared="sliced")
+    said = str(plan(K3_1, ranks(8), auto, batch=12))
+    assert (
+        "rows are full in decode steps of 12 rows, full in prefill steps of 16 rows, sliced in "
+        "prefill steps of 4,096 rows"
+    ) in said
+    assert "sliced in decode steps of 64 rows" in str(plan(K3_1, ranks(8), auto, batch=64))
+    assert "rows are" not in str(plan(K3_1, ranks(8)))
+
+
+def test_a_verdict_proposes_helix_keys_and_their_longest_context():
+    """At 8 ranks, 12 requests of a million tokens do not fit 288 GB with whole keys."""
+    said = verdict(plan(K3_1, ranks(8), batch=12, context=10**6), 288 * GB)
+    assert 'on this mesh with keys="helix": ' in said
+    fits = plan(K3_1, ranks(8), HELIX, batch=48, context=1000)
+    found = re.search(r"at batch 48: ([\d,]+) tokens", verdict(fits, 288 * GB))
+    longest = int(found[1].replace(",", ""))
+    room = 286 * GB
+    assert dataclasses.replace(fits, context=longest).total_bytes <= room
+    assert longest == 2**20 or dataclasses.replace(fits, context=longest + 1).total_bytes > room
+
+
+@pytest.mark.parametrize("block, slots", [(4, 64), (64, 500), (1, 33)])
+def test_the_shards_of_a_helix_state_are_the_plan(tmp_path, block, slots):
+    """What each device holds of latent rows and index keys, and of KDA's memories: one n-th."""
+    place, mesh = kj.Placement(keys="helix", helix_block=block), kj.make_mesh(model=8)
+    model = kj.load(write(MESHED, tmp_path / "meshed"), mesh, place, "float32")
+    state = model.new_state(2, slots)
+    planned = plan(MESHED, mesh, place, batch=2, context=slots, dtype="float32")
+    wanted = planned.terms["latent cache"], planned.terms["index keys"], planned.terms["KDA memory"]
+    for device in range(8):
+        held = [0, 0, 0]
+        for (_, _, name), array in state.named().items():
+            if name in ("latents", "index_keys", "memory"):
+                at = ("latents", "index_keys", "memory").index(name)
+                held[at] += array.addressable_shards[device].data.nbytes
+        assert tuple(held) == wanted
+    one = plan(MESHED, ranks(1), batch=2, context=slots, dtype="float32")
+    row = one.terms["latent cache"] // slots
+    assert 0 <= wanted[0] - one.terms["latent cache"] / 8 <= row * block
+    assert wanted[2] * 8 == one.terms["KDA memory"]
 
 
 def test_a_plan_shows_what_the_chosen_sums_cost():
