@@ -87,6 +87,27 @@ def test_a_model_on_several_gpus_equals_one_gpu(gpus, one_gpu, experts, latent):
     close(last, expected[np.arange(len(lengths)), lengths - 1], LOGITS)
 
 
+SLICED = [
+    kj.Placement(pad=PAD, rows="sliced", keys="helix", helix_block=4),
+    kj.Placement(
+        pad=PAD, rows="sliced", keys="helix", helix_block=1, exchange="values", shared="sliced"
+    ),
+    kj.Placement(pad=PAD, rows="auto", sliced_from=9, experts="local"),
+]
+
+
+@pytest.mark.parametrize("place", SLICED, ids=["latents", "values", "auto"])
+def test_helix_keys_and_sliced_rows_on_several_gpus_equal_one_gpu(gpus, one_gpu, place):
+    """Prefill, and a state that moves to one GPU and goes on there."""
+    folder, tokens, lengths, expected = one_gpu
+    model = kj.load(folder, kj.make_mesh(1, gpus), place, dtype="float32")
+    last, state = model.prefill(model.new_state(len(lengths), 64), tokens, lengths)
+    close(last, expected[np.arange(len(lengths)), lengths - 1], LOGITS)
+    alone = kj.load(folder, kj.make_mesh(1, 1), dtype="float32")
+    moved = kj.move(state, alone.placement, alone.mesh)
+    close(model.decode(state, tokens[:, 0])[0], alone.decode(moved, tokens[:, 0])[0], LOGITS)
+
+
 HOWS = [
     Reduction("two_shot"),
     Reduction("ring_fp32"),
