@@ -345,28 +345,33 @@ def print_report(found: dict[str, Any]) -> None:
         print(f"  {name:<12}{count:>20,}")
     if needs > found["memory_of_target"]:
         print("  more than the target holds")
-    print_collectives(found["collectives"])
+    print_collectives(found["collectives"], batch * tokens // mesh[DATA])
 
 
-def print_collectives(found: list[dict[str, Any]]) -> None:
-    """A row for each collective, and the sums of each kind and type."""
+def print_collectives(found: list[dict[str, Any]], rows: int) -> None:
+    """A row for each collective, and the sums of each kind and type; `a row` is what one call sends
+    for each of a data rank's rows.
+    """
     if not found:
         print("no collectives")
         return
-    print("  kind               type      ranks  payload of a call   calls  sent in a step  scope")
+    print(
+        "  kind               type      ranks  payload of a call    a row   calls  sent in a step"
+        "  scope"
+    )
     total: dict[tuple[str, str], list[int]] = {}
     for one in found:
         sent = one["calls"] * one["sent"]
         calls = f"{'' if one['bounded'] else '>='}{one['calls']}"
         print(
             f"  {one['kind']:<18} {one['dtype']:<9} {one['ranks']:>5} {one['payload']:>18,} "
-            f"{calls:>7} {sent:>15,}  {one['scope']}"
+            f"{one['sent'] / rows:>8,.0f} {calls:>7} {sent:>15,}  {one['scope']}"
         )
         sums = total.setdefault((one["kind"], one["dtype"]), [0, 0, 0])
         for at, count in enumerate((one["calls"] * one["payload"], one["calls"], sent)):
             sums[at] += count
     for (kind, dtype), (payload, calls, sent) in total.items():
-        print(f"  {kind:<18} {dtype:<9} total {payload:>18,} {calls:>7} {sent:>15,}")
+        print(f"  {kind:<18} {dtype:<9} total {payload:>18,} {'':>8} {calls:>7} {sent:>15,}")
 
 
 def main() -> None:

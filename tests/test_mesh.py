@@ -218,16 +218,29 @@ def collectives(jaxpr, outside=""):
                 yield from collectives(getattr(inner, "jaxpr", inner), where)
 
 
+def shapes(jaxpr):
+    """The shape of everything that a program makes."""
+    for eqn in jaxpr.eqns:
+        yield from (out.aval.shape for out in eqn.outvars)
+        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
+            if _is_jaxpr(inner):
+                yield from shapes(getattr(inner, "jaxpr", inner))
+
+
 def _is_jaxpr(x):
     return hasattr(x, "eqns") or hasattr(x, "jaxpr")
 
 
-def traced(place, mesh, B, T, dtype="bfloat16", forms=None, slots=64):
+def traced(*where, **options):
     """The collectives of a step of the three-layer model, by shapes alone."""
+    return list(collectives(jaxpr_of(*where, **options)))
+
+
+def jaxpr_of(place, mesh, B, T, dtype="bfloat16", forms=None, slots=64):
     program = make_program(MESHED, mesh, place, dtype, forms=forms)
     ints = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((B, T), (B,)))
     step = program.step.trace(program.weight_shapes, program.state_shapes(B, slots), *ints)
-    return list(collectives(step.jaxpr.jaxpr))
+    return step.jaxpr.jaxpr
 
 
 def part_of(where):
@@ -321,6 +334,15 @@ def test_sliced_rows_have_the_sizes_of_the_formulas():
         ("output", "all-gather", (rows, D), "bfloat16"): 1,
         ("head", "all-gather", (4, MESHED.vocab), "float32"): 1,
     }
+
+
+@pytest.mark.parametrize("rows", ["full", "sliced"])
+def test_the_residual_bank_holds_the_rows_that_a_rank_holds(rows):
+    """Nothing else is as large: 16 rows on four ranks, a bank of two."""
+    made = set(shapes(jaxpr_of(P(rows=rows), kj.make_mesh(model=4), 4, 4)))
+    N, D = MESHED.bank_rows, MESHED.hidden
+    held = {"full": 16, "sliced": 4}[rows]
+    assert {shape[1] for shape in made if len(shape) == 3 and shape[::2] == (N, D)} == {held}
 
 
 @pytest.mark.parametrize("P_rows, own", [(8, 2), (7, 2), (1, 1), (5, 2)])
