@@ -14,6 +14,7 @@ Program.step (jit, shard_map) -> Kimi -> Stack -> Layer [mix -> KDA | MLA -> mix
 norm, head -> sample -> TextBuilder.
 """
 
+from .chat import ChatError, ChatEvent, ChatStream, Reply, ToolCall
 from .checkpoint import CheckpointError
 from .config import Config, ConfigError
 from .generate import Completion, Event, Greedy, PromptError, Sample, TokenLogprob, Usage
@@ -25,6 +26,9 @@ from .runner import Model, RequestError, load
 from .tokenizer import TokenizerError
 
 __all__ = [
+    "ChatError",
+    "ChatEvent",
+    "ChatStream",
     "CheckpointError",
     "Completion",
     "Config",
@@ -36,10 +40,12 @@ __all__ = [
     "PlacementError",
     "Plan",
     "PromptError",
+    "Reply",
     "RequestError",
     "Sample",
     "TokenLogprob",
     "TokenizerError",
+    "ToolCall",
     "Usage",
     "copy_engine_flags",
     "load",

@@ -285,8 +285,9 @@ def _declared(tools: Any, problems: list[str]) -> str:
             problems.append(f"tool {i} is no function with a name: {tool!r:.60}")
         elif name in names:
             problems.append(f"tool {i}: another tool is named {name!r} too")
-        elif _is_json(function, f"tool {i}", problems):
-            functions.append({"function": function, "type": "function"})
+        elif _is_json(tool, f"tool {i}", problems):
+            whole = tool if "function" in tool else {"function": tool}
+            functions.append({"type": "function", **whole})
         names.append(name)
     return json.dumps(functions, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
 
@@ -663,7 +664,7 @@ class ChatStream(Iterator[ChatEvent]):
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprob] = []
         self._reason: str | None = None
-        self._times = [time.perf_counter()]  # of the call, the first token, the latest token
+        self._times: list[float] = []  # of the start, the first token, the latest token
 
     def __next__(self) -> ChatEvent:
         while not self._ready:
@@ -683,12 +684,11 @@ class ChatStream(Iterator[ChatEvent]):
         parser, reason = self._parser, self._reason or "interrupted"
         if reason == "stop" and parser.tool_calls:
             reason = "tool_calls"
-        begun, first, last = self._times[0], self._times[min(1, len(self._times) - 1)], self._times
         usage = Usage(
             prompt_tokens=self._prompt_tokens,
             generated_tokens=len(self._tokens),
-            prefill_seconds=first - begun,
-            decode_seconds=last[-1] - first,
+            prefill_seconds=self._times[1] - self._times[0] if self._times else 0.0,
+            decode_seconds=self._times[-1] - self._times[1] if self._times else 0.0,
         )
         return Reply(
             thinking="".join(parser.thinking),
@@ -703,8 +703,9 @@ class ChatStream(Iterator[ChatEvent]):
 
     def _step(self) -> None:
         """One more token of the model."""
+        began = self._times[:2] or [time.perf_counter()]
         event = next(self._events, None)
-        self._times = [*self._times[:2], time.perf_counter()]
+        self._times = [*began, time.perf_counter()]
         if event is None or event.token == self._end:
             return self._finish("stop")
         if event.token is not None:

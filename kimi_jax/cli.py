@@ -1,4 +1,4 @@
-"""The command `kimi-jax`: generate text, look into a checkpoint folder, measure speed.
+"""The command `kimi-jax`: generate text, chat, look into a checkpoint folder, measure speed.
 
 JAX reads the number of CPU devices once, when it starts. So options are parsed and `--devices` is
 settled first, and what needs JAX is imported by the command that runs.
@@ -59,13 +59,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _refusals() -> tuple[type[Exception], ...]:
     """What says that the input is at fault."""
-    from . import checkpoint, config, generate, placement, runner, tokenizer
+    from . import chat, checkpoint, config, generate, placement, runner, tokenizer
 
     files = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
     return (
         *(Refused, NotImplementedError, *files),
         *(checkpoint.CheckpointError, config.ConfigError, tokenizer.TokenizerError),
-        *(generate.PromptError, runner.RequestError, placement.PlacementError),
+        *(generate.PromptError, chat.ChatError, runner.RequestError, placement.PlacementError),
     )
 
 
@@ -91,6 +91,7 @@ def _parser() -> _Parser:
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_generate(commands)
+    _add_chat(commands)
     _add_plan(commands)
     _add_inspect(commands)
     _add_bench(commands)
@@ -148,17 +149,46 @@ def _add_generate(commands: Any) -> None:
     add = command.add_argument
     add("prompts", nargs="*", metavar="PROMPT", help="text to continue; - reads standard input")
     add("--model", type=Path, default=SHIPPED, metavar="PATH", help=f"checkpoint folder ({_OWN})")
-    add("--max-new-tokens", type=int, default=64, metavar="N", help="most tokens to add (64)")
-    add("--temperature", type=float, default=0.0, metavar="T", help=_SAYS["temperature"])
-    add("--top-p", type=float, default=1.0, metavar="P", help=_SAYS["top-p"])
+    _add_sampling(command, max_new_tokens=64, temperature=0.0, top_p=1.0)
+    add("--logprobs", type=int, metavar="N", help="report log-probabilities and the N best tokens")
+    add("--tokens", action="store_true", help="prompts are token ids with commas between them")
+    add("--json", action="store_true", help="print a line of JSON for each completion")
+
+
+def _add_chat(commands: Any) -> None:
+    from .chat import EFFORTS, MAX_NEW_TOKENS, TEMPERATURE, TOP_P
+
+    command = _add_command(commands, "chat", _chat, "hold a conversation", _CHAT_EXAMPLES)
+    _add_mesh(command)
+    add = command.add_argument
+    add("path", nargs="?", type=Path, default=SHIPPED, metavar="PATH", help=f"folder ({_OWN})")
+    add("--system", metavar="TEXT", help="a system prompt")
+    add(
+        "--thinking",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="let the model think before it answers (on)",
+    )
+    add("--thinking-effort", choices=EFFORTS, help="tell the model how much to think (nothing)")
+    _add_sampling(command, MAX_NEW_TOKENS, TEMPERATURE, TOP_P)
+
+
+def _add_sampling(
+    command: argparse.ArgumentParser, max_new_tokens: int, temperature: float, top_p: float
+) -> None:
+    """How tokens are drawn and where a reply ends, with the defaults of a command."""
+    add = command.add_argument
+    said = f"most tokens to add ({max_new_tokens})"
+    add("--max-new-tokens", type=int, default=max_new_tokens, metavar="N", help=said)
+    said = f"{_SAYS['temperature']} ({temperature:g})"
+    add("--temperature", type=float, default=temperature, metavar="T", help=said)
+    said = f"{_SAYS['top-p']} ({top_p:g}; 1: all)" if top_p < 1 else f"{_SAYS['top-p']} (1: all)"
+    add("--top-p", type=float, default=top_p, metavar="P", help=said)
     add("--top-k", type=int, default=0, metavar="K", help=_SAYS["top-k"])
     add("--min-p", type=float, default=0.0, metavar="P", help=_SAYS["min-p"])
     add("--seed", type=int, default=0, metavar="N", help=_SAYS["seed"])
     add("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
     add("--dtype", choices=_DTYPES, help=f"{_SAYS['dtype']} (float32 on CPU, else bfloat16)")
-    add("--logprobs", type=int, metavar="N", help="report log-probabilities and the N best tokens")
-    add("--tokens", action="store_true", help="prompts are token ids with commas between them")
-    add("--json", action="store_true", help="print a line of JSON for each completion")
 
 
 def _add_plan(commands: Any) -> None:
@@ -239,8 +269,8 @@ def _add_bench(commands: Any) -> None:
 _DTYPES = ("float32", "bfloat16", "float64")
 _OWN = "the small model of the package"
 _SAYS = {
-    "temperature": "divides the logits before a token is drawn; 0 takes the best token (0)",
-    "top-p": "draw from the fewest best tokens that together have probability P (1: all)",
+    "temperature": "divides the logits before a token is drawn; 0 takes the best token",
+    "top-p": "draw from the fewest best tokens that together have probability P",
     "top-k": "draw from the K best tokens (0: all)",
     "min-p": "draw no token less than P times as probable as the best one (0: all)",
     "seed": "start of the random draws: the same seed draws the same tokens (0)",
@@ -256,6 +286,16 @@ _GENERATE_EXAMPLES = """\
 
 One prompt is shown and continued as tokens come; its speed goes to standard error.
 A line break at the end of standard input is not part of the prompt."""
+_CHAT_EXAMPLES = """\
+  kimi-jax chat /path/to/checkpoint
+  kimi-jax chat /path/to/checkpoint --system "Answer in one sentence." --temperature 0.6
+  kimi-jax chat /path/to/checkpoint --no-thinking < questions.txt > answers.txt
+
+Thinking is shown dimmed. /help lists what can be typed beside text: /reset, /stats, /quit. A line
+that ends in \\ goes on in the next one; lines between two lines of \"\"\" are one turn. Ctrl-C ends
+a reply, and leaves at the prompt, as Ctrl-D does. Without a terminal each line of standard input is
+a turn; answers go to standard output, thinking to standard error. The small model of the package
+has read one book and no conversation: it goes on in the manner of that book."""
 _PLAN_EXAMPLES = """\
   kimi-jax plan k3.1 --model 8 --context 131072 --batch 64 --hbm 141,288
   kimi-jax plan k3.1 --data 4 --model 8 --place expert_axes=data,model --hbm 80
@@ -475,17 +515,8 @@ def _say_bytes(count: int) -> str:
 
 
 def _generate(options: argparse.Namespace) -> int:
-    from . import generate as generation
-
     prompts = _prompts(options)
-    sampling = generation.Sample(options.temperature, options.top_k, options.top_p, options.min_p)
-    settings = {
-        "max_new_tokens": options.max_new_tokens,
-        "sampling": sampling,
-        "seed": options.seed,
-        "stop": options.stop,
-        "logprobs": options.logprobs or False,
-    }
+    settings = {**_settings(options), "logprobs": options.logprobs or False}
     _keep_programs()
     model = _load(options.model, options)
     if len(prompts) == 1 and not options.json:
@@ -497,13 +528,22 @@ def _generate(options: argparse.Namespace) -> int:
     return 1 if any(completion.error for completion in done) else 0
 
 
+def _settings(options: argparse.Namespace) -> dict[str, Any]:
+    """What `_add_sampling` asked for, as options of a model's methods."""
+    from . import generate as generation
+
+    if 3.4e38 < options.temperature < math.inf:
+        raise Refused(f"--temperature {options.temperature:g} is more than a float32 holds")
+    sampling = generation.Sample(options.temperature, options.top_k, options.top_p, options.min_p)
+    own = {name: getattr(options, name) for name in ("max_new_tokens", "seed", "stop")}
+    return {"sampling": sampling, **own}
+
+
 def _prompts(options: argparse.Namespace) -> list[str] | list[list[int]]:
     if not options.prompts:
         raise Refused("no prompt: give one, or - to read it from standard input")
     if options.logprobs is not None and options.logprobs < 1:
         raise Refused(f"--logprobs must be a positive number of tokens, got {options.logprobs}")
-    if 3.4e38 < options.temperature < math.inf:
-        raise Refused(f"--temperature {options.temperature:g} is more than a float32 holds")
     if options.prompts.count("-") > 1:
         raise Refused("- stands for standard input, which can be one prompt only")
     texts = [sys.stdin.read().removesuffix("\n") if p == "-" else p for p in options.prompts]
@@ -589,6 +629,29 @@ def _print_logprobs(model: Any, logprobs: Sequence[Any]) -> None:
         for one in logprobs
     ]
     _print_table("log-probabilities in nats", ("token", "its own", "best"), rows)
+
+
+# chat
+
+
+def _chat(options: argparse.Namespace) -> int:
+    from .chat import Markup
+    from .terminal import Conversation
+    from .tokenizer import Tokenizer
+
+    if options.processes and options.processes > 1:
+        raise Refused("chat reads what one person types: with several processes use Model.chat")
+    settings = _settings(options)
+    _check_folder(options.path)
+    has_text = Tokenizer.is_in(options.path)
+    Markup.of(Tokenizer.from_folder(options.path) if has_text else None)  # before weights are read
+    _keep_programs()
+    model = _load(options.path, options)
+    if options.path == SHIPPED:
+        _say("note: the small model of the package has read one book and no conversation")
+    settings |= {"thinking": options.thinking, "thinking_effort": options.thinking_effort}
+    Conversation(model, options.system, **settings).run()
+    return 0
 
 
 # plan

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array
 
+from . import chat as conversation
 from . import generate as generation
 from .checkpoint import Checkpoint
 from .collectives import DATA, MODEL, all_gather, ranks
@@ -259,7 +260,7 @@ class Program:
 @dataclasses.dataclass(frozen=True)
 class Model:
     """A decoder ready to run: `logits`, `new_state`, `prefill`, `decode`, and text through
-    `generate` and `stream`.
+    `generate`, `stream` and `chat`.
     """
 
     program: Program
@@ -433,6 +434,19 @@ class Model:
     def stream(self, prompt: Any, **options: Any):
         """Continue one prompt, yielding events as text is made; see `kimi_jax.generate.stream`."""
         return generation.stream(self, prompt, **options)
+
+    def chat(
+        self,
+        messages: Any,
+        tools: Any = None,
+        thinking: bool = True,
+        stream: bool = False,
+        **options: Any,
+    ) -> conversation.Reply | conversation.ChatStream:
+        """Reply to a conversation, at once or as a stream of events; see `kimi_jax.chat.chat` for
+        messages, tools and options.
+        """
+        return conversation.chat(self, messages, tools, thinking, stream, **options)
 
 
 def refuse_what_is_no_state(state: Any) -> None:
