@@ -483,7 +483,7 @@ class _OpenCall:
                 self.problem = f"argument {self.key!r} is no JSON: {raw!r:.60}"
                 return
             if _type(value) != self.type:
-                self.problem = f"argument {self.key!r} is no {self.type or 'typed'}: {raw!r:.60}"
+                self.problem = f"argument {self.key!r} is not of type {self.type!r}: {raw!r:.60}"
         if self.key in self.arguments:
             self.problem = f"argument {self.key!r} comes twice"
         self.arguments[self.key] = value
@@ -553,7 +553,7 @@ class ReplyParser:
         elif self._call and where == "argument":
             self._call.raw.append(text)
         elif self._call and text.strip():
-            self._call.problem = f"text outside its arguments: {text.strip()!r:.60}"
+            self._call.problem = "text outside its arguments"
         return []
 
     def _answer(self, text: str) -> list[ChatEvent]:
