@@ -59,13 +59,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _refusals() -> tuple[type[Exception], ...]:
     """What says that the input is at fault."""
-    from . import checkpoint, config, generate, placement, runner, tokenizer
+    from . import checkpoint, config, placement, runner, sampling, tokenizer
 
     files = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
     return (
         *(Refused, NotImplementedError, *files),
         *(checkpoint.CheckpointError, config.ConfigError, tokenizer.TokenizerError),
-        *(generate.PromptError, runner.RequestError, placement.PlacementError),
+        *(sampling.PromptError, runner.RequestError, placement.PlacementError),
     )
 
 
@@ -475,10 +475,10 @@ def _say_bytes(count: int) -> str:
 
 
 def _generate(options: argparse.Namespace) -> int:
-    from . import generate as generation
+    from .sampling import Sample
 
     prompts = _prompts(options)
-    sampling = generation.Sample(options.temperature, options.top_k, options.top_p, options.min_p)
+    sampling = Sample(options.temperature, options.top_k, options.top_p, options.min_p)
     settings = {
         "max_new_tokens": options.max_new_tokens,
         "sampling": sampling,
