@@ -17,12 +17,13 @@ norm, head -> sample -> TextBuilder.
 from .chat import ChatError, ChatEvent, ChatStream, Reply, ToolCall
 from .checkpoint import CheckpointError
 from .config import Config, ConfigError
-from .generate import Completion, Event, Greedy, PromptError, Sample, TokenLogprob, Usage
+from .generate import Completion, Event, Usage
 from .handover import load_state, move
 from .placement import Placement, PlacementError, make_mesh
 from .plan import Plan, plan
 from .reductions import copy_engine_flags
 from .runner import Model, RequestError, load
+from .sampling import Greedy, PromptError, Sample, TokenLogprob
 from .tokenizer import TokenizerError
 
 __all__ = [

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .collectives import DATA, MODEL, all_reduce
 from .config import Config
-from .generate import capacity
+from .engine import capacity
 from .model import build, declare
 from .placement import Placement
 from .reductions import Reduction, traffic

@@ -25,7 +25,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from .generate import Sample, TokenLogprob, Usage
+from .generate import Usage
+from .sampling import Sample, TokenLogprob
 from .tokenizer import Tokenizer, TokenizerError
 
 if TYPE_CHECKING:

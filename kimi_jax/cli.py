@@ -59,13 +59,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _refusals() -> tuple[type[Exception], ...]:
     """What says that the input is at fault."""
-    from . import chat, checkpoint, config, generate, placement, runner, tokenizer
+    from . import chat, checkpoint, config, placement, runner, sampling, tokenizer
 
     files = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
     return (
         *(Refused, NotImplementedError, *files),
         *(checkpoint.CheckpointError, config.ConfigError, tokenizer.TokenizerError),
-        *(generate.PromptError, chat.ChatError, runner.RequestError, placement.PlacementError),
+        *(sampling.PromptError, chat.ChatError, runner.RequestError, placement.PlacementError),
     )
 
 
@@ -530,11 +530,11 @@ def _generate(options: argparse.Namespace) -> int:
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
     """What `_add_sampling` asked for, as options of a model's methods."""
-    from . import generate as generation
+    from .sampling import Sample
 
     if 3.4e38 < options.temperature < math.inf:
         raise Refused(f"--temperature {options.temperature:g} is more than a float32 holds")
-    sampling = generation.Sample(options.temperature, options.top_k, options.top_p, options.min_p)
+    sampling = Sample(options.temperature, options.top_k, options.top_p, options.min_p)
     own = {name: getattr(options, name) for name in ("max_new_tokens", "seed", "stop")}
     return {"sampling": sampling, **own}
 

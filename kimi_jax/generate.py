@@ -1,92 +1,37 @@
-"""From prompts to continuations: sampling on the device, the batched loop, and text put back
-together.
-"""
+"""From prompts to continuations: options, requests, and text put back together."""
 
 import dataclasses
-import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key
 
-from .placement import agree, to_host
+from .engine import run
+from .placement import agree
 from .progress import Progress
+from .sampling import PromptError, Sample, TokenLogprob, is_whole
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from .runner import Model
 
 Prompt = str | Sequence[int]
-BATCHES = (
-    1,
-    2,
-    4,
-    8,
-)  # rows that run together; a smaller group is completed with rows that never start
-
-
-class PromptError(ValueError):
-    """Prompts or options that cannot run: every problem in one message, nothing computed."""
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
-
-
-@dataclasses.dataclass(frozen=True)
-class Sample:
-    """Draw from the model's distribution: logits / temperature, cut to the `top_k` best tokens (0:
-    all), to the smallest set of best tokens that holds probability `top_p` (always at least one),
-    and to tokens of at least `min_p` times the best one's probability. Temperature 0 takes the best
-    token.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-
-    def __post_init__(self) -> None:
-        problems = []
-        if not (_is_number(self.temperature) and 0 <= self.temperature < np.inf):
-            problems.append(f"temperature must be a finite number >= 0, got {self.temperature!r}")
-        if not _is_whole(self.top_k, 0):
-            problems.append(f"top_k must be a whole number >= 0 (0: all), got {self.top_k!r}")
-        for name in ("top_p", "min_p"):
-            if not (_is_number(getattr(self, name)) and 0 <= getattr(self, name) <= 1):
-                problems.append(f"{name} must lie in 0..1, got {getattr(self, name)!r}")
-        if problems:
-            raise PromptError("\n".join(problems))
-
-
-def Greedy() -> Sample:
-    """Always the best token; of equals the lowest id."""
-    return Sample(temperature=0.0)
-
-
-@dataclasses.dataclass(frozen=True)
-class TokenLogprob:
-    """log P(token) before temperature and cuts, in nats, and the `top` n (id, logprob) pairs, best
-    first.
-    """
-
-    token: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
+SLOTS = 8  # requests that decode together
+TRIP = 8  # tokens of each that a loop on the device makes before the host sees them
 
 
 @dataclasses.dataclass(frozen=True)
 class Usage:
-    """What one completion took: tokens, and the seconds of the batch that it ran in."""
+    """What one completion took: tokens, and seconds from its first chunk to its last token; others
+    may have run beside it. `cached_tokens` of the prompt came from an earlier state.
+    """
 
     prompt_tokens: int
     generated_tokens: int
     prefill_seconds: float
     decode_seconds: float
+    cached_tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,71 +59,6 @@ class Event:
     token: int | None
     logprob: TokenLogprob | None = None
     finish_reason: str | None = None
-
-
-def allowed(
-    logits: Float[Array, " Z"], temperature: Array, top_k: Array, top_p: Array, min_p: Array
-) -> Bool[Array, " Z"]:
-    """Which tokens may be drawn. The best token always may; of equal logits the lower id ranks
-    first.
-    """
-    Z = logits.shape[0]
-    scaled = (logits - logits.max()) / jnp.where(temperature > 0, temperature, 1)
-    order = jnp.argsort(-scaled, stable=True)
-    probability = jax.nn.softmax(scaled)[order]
-    before = jnp.cumsum(probability) - probability
-    rank = jnp.arange(Z, dtype=jnp.int32)
-    kept = (
-        (rank < jnp.where(top_k > 0, top_k, Z))
-        & ((before < top_p) | (top_p >= 1))
-        & (probability >= min_p * probability[0])
-    )
-    return jnp.zeros(Z, bool).at[order].set(kept | (rank == 0))
-
-
-@functools.partial(jax.jit, static_argnames=("top", "greedy"))
-def sample(
-    logits: Float[Array, "B Z"],
-    seeds: Int[Array, " B"],
-    counts: Int[Array, " B"],
-    settings: Float[Array, "B 4"],
-    top: int,
-    greedy: bool,
-) -> tuple[
-    Int[Array, " B"],
-    Bool[Array, " B"],
-    Float[Array, " B"],
-    Int[Array, "B top"],
-    Float[Array, "B top"],
-]:
-    """The next token of each row, whether its logits could be used (no NaN, some finite maximum),
-    its log-probability and the `top` best. `settings` rows are (temperature, top_k, top_p, min_p);
-    `greedy`: no row draws.
-    """
-    usable = jnp.isfinite(logits.max(-1)) & ~jnp.isnan(logits).any(-1)
-    ids = jnp.argmax(logits, -1)
-    if not greedy:
-        may = jax.vmap(allowed)(logits, *settings.T)
-        warm = jnp.where(settings[:, :1] > 0, settings[:, :1], 1)
-        keys = step_keys(seeds, counts)
-        noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32))(keys)
-        drawn = jnp.argmax(
-            jnp.where(may, (logits - logits.max(-1, keepdims=True)) / warm + noise, -jnp.inf), -1
-        )
-        ids = jnp.where(settings[:, 0] > 0, drawn, ids)
-    logprobs = jax.nn.log_softmax(logits, axis=-1)
-    best, best_ids = jax.lax.top_k(logprobs, top)
-    chosen = jnp.take_along_axis(logprobs, ids[:, None], 1)[:, 0]
-    return ids.astype(jnp.int32), usable, chosen, best_ids.astype(jnp.int32), best
-
-
-def step_keys(seeds: Int[Array, " B"], counts: Int[Array, " B"]) -> Key[Array, " B"]:
-    """A key per row from its own seed and its own count of tokens: its place in a batch does not
-    matter.
-    """
-    return jax.vmap(lambda seed, count: jax.random.fold_in(jax.random.key(seed), count))(
-        seeds, counts
-    )
 
 
 class TextBuilder:
@@ -228,7 +108,7 @@ def _overlap(text: str, stop: str) -> int:
 
 
 @dataclasses.dataclass
-class _Row:
+class Request:
     """One prompt on its way: its ids, limits, and what has come so far."""
 
     ids: list[int]
@@ -240,15 +120,20 @@ class _Row:
     logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
     reason: str | None = None
     error: str | None = None
+    late: bool = False  # it ended without a token of its own, or text came behind the last one
+    cached: int = 0  # tokens of the prompt that an earlier state has seen
+    began: float = 0.0
+    ready: float = 0.0
+    ended: float = 0.0
 
     def take(
         self, token: int, usable: bool, logprob: TokenLogprob, stop_ids: frozenset[int]
     ) -> None:
-        """Add a token and the text that it made certain, or end the row."""
+        """Add a token and the text that it made certain, or end the request."""
         if not usable:
-            self.reason, self.error = "error", "the logits hold NaN or no finite value"
+            self.fail("the logits hold NaN or no finite value")
         elif token in stop_ids:
-            self.reason = "stop"
+            self.reason, self.late = "stop", True
         else:
             self.tokens.append(token)
             self.logprobs.append(logprob)
@@ -258,7 +143,16 @@ class _Row:
             elif len(self.tokens) >= self.limit:
                 self.reason = "length"
         if self.reason:
-            self.text.append(self.builder.finish())
+            rest = self.builder.finish()
+            if self.late or not self.text:
+                self.text.append(rest)
+            else:
+                self.text[-1] += rest
+            self.ended = time.perf_counter()
+
+    def fail(self, why: str) -> None:
+        """End with an error of its own."""
+        self.reason, self.error = "error", why
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,19 +166,30 @@ class Options:
     stop_ids: frozenset[int]
     logprobs: bool
     top: int
+    bias: tuple[tuple[int, float], ...] = ()
+    fewest: int = 0
+    slots: int = SLOTS
+    trip: int = TRIP
 
 
 def _options(model: "Model", count: int, sampling: Any, seed: Any, **given: Any) -> Options:
     """The options of a run, or one error that lists all that is wrong with them."""
     problems: list[str] = []
     new, logprobs = given["max_new_tokens"], given["logprobs"]
-    if not _is_whole(new, 1):
+    if not is_whole(new, 1):
         problems.append(f"max_new_tokens must be a positive whole number, got {new!r}")
-    if not isinstance(logprobs, bool) and not _is_whole(logprobs, 0, model.config.vocab):
+    if not isinstance(logprobs, bool) and not is_whole(logprobs, 0, model.config.vocab):
         problems.append(
             "logprobs must be True, False or a number of tokens up to the vocabulary; "
             f"got {logprobs!r}"
         )
+    for name in ("slots", "trip"):
+        if not is_whole(given.get(name, 1), 1, 256):
+            problems.append(f"{name} must be a whole number in 1..256, got {given[name]!r}")
+    fewest = given.get("min_new_tokens", 0)
+    if not is_whole(fewest, 0) or (is_whole(new, 1) and fewest > new):
+        problems.append(f"min_new_tokens must lie in 0..max_new_tokens, got {fewest!r}")
+    bias = _bias(model, given.get("logit_bias"), problems)
     sampling = _sampling(sampling, given, problems)
     seeds = _seeds(seed, count, problems)
     stops = _stops(model, given["stop"], problems)
@@ -292,13 +197,30 @@ def _options(model: "Model", count: int, sampling: Any, seed: Any, **given: Any)
     if problems:
         raise PromptError("\n".join(problems))
     top = 0 if isinstance(logprobs, bool) else int(logprobs)
-    return Options(sampling, int(new), seeds, stops, stop_ids, bool(logprobs), top)
+    return Options(
+        sampling, int(new), seeds, stops, stop_ids, bool(logprobs), top, bias, int(fewest),
+        given.get("slots", SLOTS), given.get("trip", TRIP),
+    )  # fmt: skip
 
 
-def _is_whole(value: Any, low: int, high: int | None = None) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        return False
-    return low <= int(value) and (high is None or int(value) <= high)
+def _bias(model: "Model", bias: Any, problems: list[str]) -> tuple[tuple[int, float], ...]:
+    """logit_bias as pairs of id and number."""
+    if bias is None:
+        return ()
+    if not isinstance(bias, Mapping):
+        problems.append(f"logit_bias must map token ids to numbers, got {bias!r}")
+        return ()
+    bad = [
+        (token, value)
+        for token, value in bias.items()
+        if not _is_id(model, token)
+        or isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or value != value
+        or value == float("inf")
+    ]
+    problems += [f"logit_bias: {token!r}: {value!r} is no id and number" for token, value in bad]
+    return () if bad else tuple(sorted((int(t), float(v)) for t, v in bias.items()))
 
 
 def _sampling(sampling: Any, given: dict[str, Any], problems: list[str]) -> Sample:
@@ -317,7 +239,7 @@ def _sampling(sampling: Any, given: dict[str, Any], problems: list[str]) -> Samp
 
 def _seeds(seed: Any, count: int, problems: list[str]) -> tuple[int, ...]:
     seeds = list(seed) if isinstance(seed, Sequence) else [seed] * count
-    if len(seeds) != count or not all(_is_whole(s, 0, 2**31 - 1) for s in seeds):
+    if len(seeds) != count or not all(is_whole(s, 0, 2**31 - 1) for s in seeds):
         problems.append(
             f"seed must be a whole number in 0..2^31-1, or one for each of the {count} prompts; "
             f"got {seed!r}"
@@ -349,13 +271,12 @@ def _stop_ids(model: "Model", stop_tokens: Any, problems: list[str]) -> frozense
 
 
 def _is_id(model: "Model", token: Any) -> bool:
-    return _is_whole(token, 0, model.config.vocab - 1)
+    return is_whole(token, 0, model.config.vocab - 1)
 
 
 def _encoded(model: "Model", prompts: Sequence[Prompt]) -> list[list[int]]:
     """Every prompt as ids, or one error that names each prompt that cannot run."""
     encoded, problems = [], []
-    limit = model.config.max_positions
     for i, prompt in enumerate(prompts):
         if isinstance(prompt, str):
             if model.tokenizer is None:
@@ -374,11 +295,6 @@ def _encoded(model: "Model", prompts: Sequence[Prompt]) -> list[list[int]]:
             )
         elif not ids:
             problems.append(f"prompt {i} is empty")
-        elif len(ids) >= limit:
-            problems.append(
-                f"prompt {i} has {len(ids)} tokens: "
-                f"the context of {limit} leaves no room for a reply"
-            )
         encoded.append(ids)
     if problems:
         raise PromptError("\n".join(problems))
@@ -410,32 +326,43 @@ def generate(
     stop: str | Sequence[str] | None = None,
     stop_tokens: Sequence[int] | None = None,
     logprobs: bool | int = False,
+    logit_bias: Mapping[int, float] | None = None,
+    min_new_tokens: int = 0,
+    slots: int = SLOTS,
+    trip: int = TRIP,
     progress: bool | None = None,
+    verbose: bool = False,
 ) -> list[Completion]:
     """Continue each prompt: a string, a list of strings, or lists of token ids; one `Completion`
-    each, in order.
+    each, in order. Up to `slots` of them decode together; whatever ends makes room for the next.
 
     `sampling` (`Greedy()`, `Sample(...)`) excludes `temperature`, `top_p` and `top_k`. `seed`: one
     for all or one per prompt; a result depends on its own prompt and seed alone. `stop`: strings
     that end a reply and are cut from it. `stop_tokens`: ids that end it (None: the config's end
-    ids, []: none). `logprobs`: True, or how many best tokens to report beside the chosen one.
+    ids, []: none), not before `min_new_tokens`. `logprobs`: True, or how many best tokens to report
+    beside the chosen one. `logit_bias`: numbers added to the logits of ids. `trip`: steps that run
+    on the device before the host sees their tokens. `verbose` prints a line per event.
+
+    Options and prompts that make no sense raise `PromptError` before anything runs. A prompt that
+    leaves no room for a reply, and logits that cannot be used, are the error of their own result.
     """
     many = _as_list(prompts)
     options = _options(
         model, len(many), sampling, seed, max_new_tokens=max_new_tokens, temperature=temperature,
         top_p=top_p, top_k=top_k, stop=stop, stop_tokens=stop_tokens, logprobs=logprobs,
+        logit_bias=logit_bias, min_new_tokens=min_new_tokens, slots=slots, trip=trip,
     )  # fmt: skip
-    rows = _rows(model, _encoded(model, many), options)
-    agree("prompts and options", [row.ids for row in rows], options)
-    done: list[Completion] = []
-    with Progress("generating", len(rows) * max_new_tokens, show=progress) as bar:
-        for first in range(0, len(rows), BATCHES[-1]):
-            batch = rows[first : first + BATCHES[-1]]
-            clock = _Clock()
-            for _ in _run(model, batch, options, clock):
-                bar.advance(sum(row.reason is None for row in batch))
-            done.extend(_completion(row, model, options, clock) for row in batch)
-    return done
+    requests = _requests(model, _encoded(model, many), options)
+    agree("prompts and options", [one.ids for one in requests], options)
+    total = sum(len(one.ids) + one.limit for one in requests)
+    with Progress("generating", total, show=progress) as bar:
+        for advanced in run(model, requests, options, log=_say if verbose else None):
+            bar.advance(advanced)
+    return [_completion(one, model, options) for one in requests]
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
 
 
 def stream(
@@ -451,111 +378,66 @@ def stream(
     stop: str | Sequence[str] | None = None,
     stop_tokens: Sequence[int] | None = None,
     logprobs: bool | int = False,
+    logit_bias: Mapping[int, float] | None = None,
+    min_new_tokens: int = 0,
+    trip: int = 4,
 ) -> Iterator[Event]:
-    """Continue one prompt, yielding an `Event` per token; the texts joined are `generate`'s text.
+    """Continue one prompt, yielding an `Event` per token, in groups of up to `trip`; the texts
+    joined are `generate`'s text. Closing the iterator ends it.
 
-    Options as there. A model whose logits cannot be used (NaN) raises FloatingPointError.
+    Options as there. A prompt over the context raises PromptError, a model whose logits cannot be
+    used (NaN) FloatingPointError.
     """
     options = _options(
         model, 1, sampling, seed, max_new_tokens=max_new_tokens, temperature=temperature,
         top_p=top_p, top_k=top_k, stop=stop, stop_tokens=stop_tokens, logprobs=logprobs,
+        logit_bias=logit_bias, min_new_tokens=min_new_tokens, trip=trip,
     )  # fmt: skip
-    rows = _rows(model, _encoded(model, [prompt]), options)
-    agree("prompt and options", rows[0].ids, options)
-    return _events(model, rows, options)
+    (request,) = _requests(model, _encoded(model, [prompt]), options)
+    agree("prompt and options", request.ids, options)
+    if request.error:
+        raise PromptError(request.error)
+    return _events(model, request, options)
 
 
-def _events(model: "Model", rows: list[_Row], options: Options) -> Iterator[Event]:
-    (row,) = rows
+def _events(model: "Model", request: Request, options: Options) -> Iterator[Event]:
     sent = 0
-    for _ in _run(model, rows, options, _Clock()):
-        if row.error:
-            raise FloatingPointError(row.error)
-        new = len(row.tokens) > sent
-        sent = len(row.tokens)
-        logprob = row.logprobs[-1] if new and options.logprobs else None
-        text = "".join(row.text)
-        row.text.clear()
-        yield Event(text, row.tokens[-1] if new else None, logprob, row.reason)
+    for _ in run(model, [request], options):
+        if request.error:
+            raise FloatingPointError(request.error)
+        while sent < len(request.tokens):
+            logprob = request.logprobs[sent] if options.logprobs else None
+            last = request.reason if sent + 1 == len(request.tokens) and not request.late else None
+            yield Event(request.text[sent], request.tokens[sent], logprob, last)
+            sent += 1
+    if request.late or not request.tokens:
+        yield Event("".join(request.text[sent:]), None, None, request.reason)
 
 
-@dataclasses.dataclass
-class _Clock:
-    prefill: float = 0.0
-    decode: float = 0.0
-
-
-def _rows(model: "Model", encoded: list[list[int]], options: Options) -> list[_Row]:
+def _requests(model: "Model", encoded: list[list[int]], options: Options) -> list[Request]:
     limit = model.config.max_positions
-    return [
-        _Row(
+    requests = [
+        Request(
             ids,
-            min(options.max_new_tokens, limit - len(ids)),
+            min(options.max_new_tokens, max(0, limit - len(ids))),
             seed,
             TextBuilder(model.tokenizer, options.stops),
         )
         for ids, seed in zip(encoded, options.seeds, strict=True)
     ]
-
-
-def capacity(length: int, limit: int) -> int:
-    """Slots for a state that must hold `length` tokens: a power of two from 128 on, at most the
-    model's limit.
-    """
-    return min(max(128, 1 << (length - 1).bit_length()), limit)
-
-
-def _run(model: "Model", rows: list[_Row], options: Options, clock: _Clock) -> Iterator[None]:
-    """Prefill a batch of rows and decode until all have ended; yields after each token of the
-    batch.
-    """
-    B = next(size for size in BATCHES if size >= len(rows))
-    lengths = np.array([len(row.ids) for row in rows] + [0] * (B - len(rows)), np.int32)
-    tokens = np.zeros((B, lengths.max()), np.int32)
-    for row, line in zip(rows, tokens, strict=False):
-        line[: len(row.ids)] = row.ids
-    longest = max(len(row.ids) + row.limit for row in rows)
-    began = time.perf_counter()
-    state = model.new_state(B, capacity(longest, model.config.max_positions))
-    logits, state = model._advance(state, tokens, lengths)
-    jax.block_until_ready(logits)
-    clock.prefill = time.perf_counter() - began
-    began = time.perf_counter()
-    while True:
-        chosen = _choose(logits, rows, B, options)
-        clock.decode = time.perf_counter() - began
-        yield
-        running = np.array([row.reason is None for row in rows] + [False] * (B - len(rows)))
-        if not running.any():
-            return
-        logits, state = model._advance(state, chosen[:, None], running.astype(np.int32))
-
-
-def _choose(logits: Array, rows: list[_Row], B: int, options: Options) -> np.ndarray:
-    """Sample a token per row and hand it to the rows still running."""
-    pad = [0] * (B - len(rows))
-    s = options.sampling
-    settings = np.tile(np.array([s.temperature, s.top_k, s.top_p, s.min_p], np.float32), (B, 1))
-    seeds = np.array([r.seed for r in rows] + pad, np.int32)
-    counts = np.array([len(r.tokens) for r in rows] + pad, np.int32)
-    out = sample(logits, seeds, counts, settings, options.top, s.temperature == 0)
-    ids, usable, chosen, best_ids, best = map(to_host, out)
-    for i, row in enumerate(rows):
-        if row.reason is None:
-            top = tuple(zip(best_ids[i].tolist(), best[i].tolist(), strict=True))
-            row.take(
-                int(ids[i]),
-                bool(usable[i]),
-                TokenLogprob(int(ids[i]), float(chosen[i]), top),
-                options.stop_ids,
+    for i, one in enumerate(requests):
+        if not one.limit:
+            one.fail(
+                f"prompt {i} has {len(one.ids)} tokens: "
+                f"the context of {limit} leaves no room for a reply"
             )
-    return ids
+    return requests
 
 
-def _completion(row: _Row, model: "Model", options: Options, clock: _Clock) -> Completion:
-    usage = Usage(len(row.ids), len(row.tokens), clock.prefill, clock.decode)
-    text = "".join(row.text) if model.tokenizer else None
-    assert row.reason is not None
-    return Completion(
-        row.tokens, text, row.reason, row.logprobs if options.logprobs else None, usage, row.error
-    )
+def _completion(one: Request, model: "Model", options: Options) -> Completion:
+    prefill, decode = max(0.0, one.ready - one.began), max(0.0, one.ended - one.ready)
+    usage = Usage(len(one.ids), len(one.tokens), prefill, decode, one.cached)
+    text = "".join(one.text) if model.tokenizer else None
+    assert one.reason is not None
+    logprobs = one.logprobs if options.logprobs else None
+    return Completion(one.tokens, text, one.reason, logprobs, usage, one.error)

@@ -318,6 +318,13 @@ def to_mesh(x: np.ndarray, sharding: NamedSharding) -> Array | np.ndarray:
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
 
+def to_device(x: np.ndarray, sharding: NamedSharding) -> Array:
+    """An array on the mesh, of one that every process holds alike."""
+    if jax.process_count() == 1:
+        return jax.device_put(x, sharding)
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+
 def settle(what: str, error: BaseException | None) -> None:
     """Raise on every process if any of them failed, so that all end alike."""
     if jax.process_count() > 1:

@@ -19,7 +19,7 @@ from jaxtyping import Array
 from . import chat as conversation
 from . import generate as generation
 from .checkpoint import Checkpoint
-from .collectives import DATA, MODEL, all_gather, ranks
+from .collectives import DATA, MODEL, all_gather, rank, ranks
 from .config import Config
 from .helix import Stripes
 from .model import Kimi, build, declare, new_state, slice_sizes, spans
@@ -35,6 +35,7 @@ from .placement import (
 )
 from .plan import DTYPES, PREFILL_ROWS, device_memory, plan, refuse_what_exceeds
 from .progress import Progress
+from .sampling import Rows, sample
 from .state import STATE_DIMS, Forms, State, Step
 from .tokenizer import Tokenizer
 
@@ -216,6 +217,81 @@ class Program:
             )
 
         return jax.jit(whole, donate_argnums=1)
+
+    @functools.cached_property
+    def trip(self) -> Callable:
+        """(weights, state, rows, n) -> what n steps chose, [n of rows.trip, B] each, and the state:
+        every step samples each row's next token, and brings it where the row goes on.
+        """
+
+        def one(weights: dict, state: State, rows: Rows, n: Array) -> tuple[tuple, State]:
+            model = self._merge(weights)
+
+            def step(i: Array, carry: tuple) -> tuple:
+                state, rows, made = carry
+                chosen = sample(model.head_logits(state.hidden), rows)
+                made = jax.tree.map(lambda all, new: all.at[i].set(new), made, chosen)
+                rows = rows.after(*chosen[:2])
+                tokens = jnp.where(rows.active, chosen[0], 0)[:, None]
+                lengths = rows.active.astype(jnp.int32)
+                step = Step.of(state.length, lengths, 1, self.forms, self.place, self.sizes)
+                _, state, _ = model(tokens, state, lengths, step)
+                return state, rows, made
+
+            shapes = jax.eval_shape(lambda: sample(model.head_logits(state.hidden), rows))
+            made = jax.tree.map(lambda x: jnp.zeros((rows.trip, *x.shape), x.dtype), shapes)
+            state, _, made = jax.lax.fori_loop(0, n, step, (state, rows, made))
+            return made, state
+
+        by_row = PartitionSpec(DATA)
+
+        def whole(weights: dict, state: State, rows: Rows, n: Array) -> tuple[tuple, State]:
+            specs = dataclasses.replace(self.state_specs(), max_length=state.max_length)
+            inputs = (specs, by_row, PartitionSpec())
+            outputs = ((PartitionSpec(None, DATA),) * 5, specs)
+            return self._shard(one, inputs, outputs)(weights, state, rows, n)
+
+        compiled = jax.jit(whole, donate_argnums=1)
+
+        def run(weights: dict, state: State, rows: Rows, n: int) -> tuple[tuple, State]:
+            bare = dataclasses.replace(state, batch=0, home=None)
+            made, following = compiled(weights, bare, rows, np.int32(n))
+            return made, dataclasses.replace(following, batch=state.batch, home=self)
+
+        return run
+
+    @functools.cached_property
+    def transfer(self) -> Callable:
+        """(state, row, other, slot) -> the other state with one row of the first one in a slot."""
+
+        def one(state: State, row: Array, other: State, slot: Array) -> State:
+            def put(path: tuple, source: Array, target: Array) -> Array:
+                at = STATE_DIMS[path[-1].name].index("B")
+                own, there = source.shape[at], target.shape[at]
+                mine = jax.lax.dynamic_slice_in_dim(source, row % own, 1, at)
+                picked = all_gather(mine, at, DATA)
+                picked = jax.lax.dynamic_slice_in_dim(picked, row // own, 1, at)
+                here = jax.lax.dynamic_slice_in_dim(target, slot % there, 1, at)
+                new = jnp.where(slot // there == rank(DATA), picked, here)
+                return jax.lax.dynamic_update_slice_in_dim(target, new, slot % there, at)
+
+            return jax.tree_util.tree_map_with_path(put, state, other)
+
+        def whole(state: State, row: Array, other: State, slot: Array) -> State:
+            specs = dataclasses.replace(self.state_specs(), max_length=state.max_length)
+            inputs = (specs, PartitionSpec(), specs, PartitionSpec())
+            return jax.shard_map(
+                one, mesh=self.mesh, in_specs=inputs, out_specs=specs, check_vma=False
+            )(state, row, other, slot)
+
+        compiled = jax.jit(whole, donate_argnums=2)
+
+        def run(state: State, row: int, other: State, slot: int) -> State:
+            bare, into = (dataclasses.replace(s, batch=0, home=None) for s in (state, other))
+            moved = compiled(bare, np.int32(row), into, np.int32(slot))
+            return dataclasses.replace(moved, batch=other.batch, home=self)
+
+        return run
 
     def logits(self, weights: dict, tokens: Array, lengths: Array) -> Array:
         """Logits [B, T, Z] of whole prompts, nothing kept; not jitted, so that it can be

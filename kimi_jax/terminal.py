@@ -13,7 +13,8 @@ from typing import Any
 from rich.console import Console
 
 from .chat import ChatError, ChatStream, Reply
-from .generate import PromptError, Usage
+from .generate import Usage
+from .sampling import PromptError
 
 HELP = """\
 /reset   begin a new conversation (the system prompt stays)

@@ -529,7 +529,8 @@ def test_text_that_looks_like_a_marker_is_text():
 def test_stop_strings_end_the_answer_alone(answer, stops):
     text = f"{answer}<|close|>think<|sep|><|open|>response<|sep|>{answer}<|close|>response<|sep|>"
     events, parser = parsed(ids(text), True, stops)
-    at = min([answer.find(stop) for stop in stops if stop in answer], default=len(answer))
+    found = [(answer.find(stop) + len(stop), answer.find(stop)) for stop in stops if stop in answer]
+    _, at = min(found, default=(0, len(answer)))  # the one that is complete first
     assert said(parser)[:2] == (answer, answer[:at])
     assert "".join(event.text for event in events if event.kind == "text") == answer[:at]
 

@@ -13,6 +13,8 @@ from models import AWKWARD, write
 import kimi_jax as kj
 from kimi_jax import generate as g
 from kimi_jax import tokenizer
+from kimi_jax.engine import Schedule
+from kimi_jax.sampling import Rows, allowed, sample
 
 SAMPLING = dict(max_new_tokens=6, stop_tokens=[])
 
@@ -30,13 +32,19 @@ def words():
     return tokenizer.Tokenizer(tokenizer.train_ranks("ab abc é 漢字 " * 9, 266), special)
 
 
-def draw(logits, sampling, seeds=None, counts=None, top=0):
-    logits = jnp.asarray(logits, jnp.float32)
-    B = len(logits)
-    seeds, counts = (np.array(given or [0] * B, np.int32) for given in (seeds, counts))
-    s = sampling
-    settings_ = np.tile(np.array([s.temperature, s.top_k, s.top_p, s.min_p], np.float32), (B, 1))
-    return g.sample(logits, seeds, counts, settings_, top, s.temperature == 0)
+def rows(B, s, seeds=None, counts=None, fewest=0, stops=(-1,), bias=None, seen=None, top=0):
+    """What `sample` is told of B rows under one strategy."""
+    seeds, counts = (jnp.array(given or [0] * B, jnp.int32) for given in (seeds, counts))
+    row = (s.temperature, s.top_k, s.top_p, s.min_p, s.repetition_penalty, fewest)
+    return Rows(
+        jnp.ones(B, bool), jnp.full(B, 9, jnp.int32), seeds, counts,
+        jnp.tile(jnp.array(row, jnp.float32), (B, 1)),
+        jnp.tile(jnp.array(stops, jnp.int32), (B, 1)), bias, seen, top, s.temperature > 0, 1,
+    )  # fmt: skip
+
+
+def draw(logits, sampling, **told):
+    return jax.jit(sample)(jnp.asarray(logits, jnp.float32), rows(len(logits), sampling, **told))
 
 
 def test_greedy_generation_is_the_argmax_of_fresh_forwards(model):
@@ -134,15 +142,15 @@ LOGITS = np.array([[0.0, 3.0, 2.0, 1.0, 3.0]])
     ids=repr,
 )
 def test_every_cut_leaves_what_it_says(sampling, may):
-    rows = np.repeat(LOGITS, 300, 0)
-    ids, usable, *_ = draw(rows, sampling, seeds=list(range(300)))
+    ids, usable, *_ = draw(np.repeat(LOGITS, 300, 0), sampling, seeds=list(range(300)))
     assert set(np.asarray(ids).tolist()) == may
     assert np.asarray(usable).all()
 
 
 def test_draws_follow_the_distribution():
-    rows = np.repeat(LOGITS, 20000, 0)
-    ids = np.asarray(draw(rows, kj.Sample(temperature=2.0), seeds=list(range(20000)))[0])
+    ids = np.asarray(
+        draw(np.repeat(LOGITS, 20000, 0), kj.Sample(temperature=2.0), seeds=list(range(20000)))[0]
+    )
     want = np.exp(LOGITS[0] / 2) / np.exp(LOGITS[0] / 2).sum()
     np.testing.assert_allclose(np.bincount(ids, minlength=5) / 20000, want, atol=0.02)
 
@@ -156,16 +164,16 @@ def test_draws_follow_the_distribution():
 @settings(max_examples=30, deadline=None)
 def test_at_least_one_token_may_always_be_drawn(logits, top_k, top_p, min_p):
     args = (jnp.float32(0.7), jnp.float32(top_k), jnp.float32(top_p), jnp.float32(min_p))
-    may = np.asarray(g.allowed(jnp.asarray(logits, jnp.float32), *args))
+    may = np.asarray(allowed(jnp.asarray(logits, jnp.float32), *args))
     assert may[int(np.argmax(np.float32(logits)))]
     assert may.sum() <= (top_k or len(logits))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, None], ids=["NaN", "inf", "all -inf"])
 def test_logits_that_cannot_be_used_are_an_error_of_their_row_alone(bad):
-    rows = np.repeat(LOGITS, 2, 0)
-    rows[0] = -np.inf if bad is None else np.where(np.arange(5) == 2, bad, rows[0])
-    _, usable, *_ = draw(rows, kj.Sample())
+    two = np.repeat(LOGITS, 2, 0)
+    two[0] = -np.inf if bad is None else np.where(np.arange(5) == 2, bad, two[0])
+    _, usable, *_ = draw(two, kj.Sample())
     assert np.asarray(usable).tolist() == [False, True]
 
 
@@ -185,8 +193,15 @@ def test_the_context_bounds_a_reply_and_never_cuts_a_prompt(model):
     small = with_config(model, max_positions=limit)
     out = small.generate([[1] * (limit - 2)], **SAMPLING)[0]
     assert (len(out.tokens), out.finish_reason) == (2, "length")
+    long, short = small.generate([[1] * limit, [2]], **SAMPLING)
+    assert (long.finish_reason, long.tokens) == ("error", [])
+    assert (
+        long.error
+        == f"prompt 0 has {limit} tokens: the context of {limit} leaves no room for a reply"
+    )
+    assert short.finish_reason == "length" and len(short.tokens) == 6
     with pytest.raises(kj.PromptError, match=f"prompt 0 has {limit} tokens"):
-        small.generate([[1] * limit], **SAMPLING)
+        small.stream([1] * limit, **SAMPLING)
 
 
 @pytest.mark.parametrize(
@@ -205,6 +220,11 @@ def test_the_context_bounds_a_reply_and_never_cuts_a_prompt(model):
         ([[1]], {"stop": "x"}, "tokenizer"),
         ([[1]], {"stop_tokens": [99]}, "99 is not a token id"),
         ([[1]], {"logprobs": 1000}, "logprobs"),
+        ([[1]], {"slots": 0}, "slots must be"),
+        ([[1]], {"trip": 1000}, "trip must be"),
+        ([[1]], {"min_new_tokens": 65}, "min_new_tokens must lie in 0..max_new_tokens"),
+        ([[1]], {"logit_bias": {99: 1.0}}, "logit_bias: 99: 1.0 is no id"),
+        ([[1]], {"logit_bias": {1: float("nan")}}, "logit_bias: 1: nan"),
         ([-1, 2], {}, "prompt 0: -1 is no token id"),
         ([1, [2]], {}, "mix token ids"),
     ],
@@ -228,6 +248,116 @@ def test_options_of_the_wrong_type_are_named_at_once(model):
 def test_all_bad_prompts_are_named_at_once(model):
     with pytest.raises(kj.PromptError, match=r"(?s)prompt 0 is empty.*prompt 2: -4"):
         model.generate([[], [1], [-4]])
+
+
+# Bias, penalty, fewest tokens
+
+
+def test_a_bias_is_added_before_the_choice_and_not_reported():
+    bias = jnp.asarray(np.eye(5)[[3]] * 4, jnp.float32)
+    ids, _, chosen, *_ = draw(LOGITS, kj.Greedy(), bias=bias)
+    assert ids.tolist() == [3]
+    want = np.asarray(jax.nn.log_softmax(jnp.asarray(LOGITS[0], jnp.float32)))[3]
+    assert float(chosen[0]) == pytest.approx(float(want), abs=1e-6)
+    ids, *_ = draw(LOGITS, kj.Greedy(), bias=jnp.asarray([[0, -jnp.inf, 0, 0, 0]], jnp.float32))
+    assert ids.tolist() == [4]
+
+
+def test_a_penalty_divides_positive_and_multiplies_negative_logits_of_seen_tokens():
+    seen = jnp.asarray([[False, True, False, False, True]] * 2)
+    logits = np.array([[0.0, 3.0, 2.0, 1.0, 3.0], [-4.0, -1.0, -1.5, -9.0, -1.0]])
+    ids, *_ = draw(logits, kj.Sample(temperature=0.0, repetition_penalty=2.0), seen=seen)
+    assert ids.tolist() == [2, 2]
+
+
+def test_stop_ids_wait_for_the_fewest_tokens():
+    for count, best in [(0, 4), (2, 4), (3, 1)]:
+        ids, *_ = draw(LOGITS, kj.Greedy(), fewest=3, counts=[count], stops=(1, -1))
+        assert ids.tolist() == [best]
+
+
+def test_options_reach_the_model(model):
+    plain = model.generate([[3, 1, 4]], **SAMPLING)[0].tokens
+    barred = model.generate([[3, 1, 4]], logit_bias={plain[0]: float("-inf")}, **SAMPLING)[0].tokens
+    assert barred[0] != plain[0] and plain[0] not in barred
+    stop = dict(max_new_tokens=6, stop_tokens=[plain[0]])
+    assert model.generate([[3, 1, 4]], **stop)[0].tokens == []
+    held = model.generate([[3, 1, 4]], min_new_tokens=2, **stop)[0]
+    assert len(held.tokens) >= 2 and plain[0] not in held.tokens
+    strategy = kj.Sample(temperature=0.0, repetition_penalty=1e6)
+    once = model.generate([[3, 1, 4]], sampling=strategy, **SAMPLING)[0].tokens
+    assert len({*once, 3, 1, 4}) == len(once) + 3
+
+
+# Slots
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 5), st.integers(1, 9)), max_size=30),
+    st.integers(1, 5),
+    st.integers(1, 3),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_schedule_loses_no_request_starves_none_and_shares_no_slot(work, slots, stages):
+    """Each request takes so many chunks and so many trips."""
+    schedule = Schedule.of(range(len(work)), slots, stages)
+    chunks, trips, order, ended, rounds = {}, {}, [], [], 0
+    while schedule.busy:
+        rounds += 1
+        for stage, who in schedule.admit():
+            chunks[stage] = work[who][0]
+            order.append(who)
+        kept = [slot for _, slot in schedule.staged.values()]
+        taken = kept + list(schedule.running) + schedule.free_slots
+        assert sorted(taken) == list(range(slots))
+        for stage in list(schedule.staged):
+            chunks[stage] -= 1
+            if not chunks[stage]:
+                who = schedule.staged[stage][0]
+                trips[schedule.begin(stage)] = [who, work[who][1]]
+        for slot in list(schedule.running):
+            trips[slot][1] -= 1
+            if not trips[slot][1]:
+                assert schedule.end(slot) == trips[slot][0]
+                ended.append(trips[slot][0])
+        assert rounds <= sum(sum(one) for one in work)
+    assert order == list(range(len(work)))
+    assert sorted(ended) == order
+
+
+@pytest.mark.parametrize("slots, trip", [(1, 1), (2, 3), (4, 8), (3, 2)])
+def test_results_do_not_depend_on_slots_and_trips(model, slots, trip):
+    """Prompts of many lengths in mixed order, more than there are slots, some ending early."""
+    prompts = [[(7 * n + k) % 83 for k in range(1 + 11 * n % 37)] for n in range(9)]
+    options = dict(max_new_tokens=7, stop_tokens=list(range(0, 83, 9)), logprobs=2)
+    wanted = [model.generate([p], trip=1, **options)[0] for p in prompts]
+    options |= dict(slots=slots, trip=trip)
+    mixed = model.generate(prompts, **options)
+    for got, want in zip(mixed, wanted, strict=True):
+        assert (got.tokens, got.finish_reason) == (want.tokens, want.finish_reason)
+        said = [[x.logprob for x in one.logprobs] for one in (got, want)]
+        assert said[0] == pytest.approx(said[1], abs=1e-4)
+    drawn = model.generate(prompts, temperature=1.0, seed=list(range(9)), **options)
+    (alone,) = model.generate(prompts[4], temperature=1.0, seed=4, **options)
+    assert alone.tokens == drawn[4].tokens
+
+
+def test_a_closed_stream_leaves_the_model_usable(model):
+    wanted = model.generate([[3, 1, 4]], **SAMPLING)[0].tokens
+    stream = model.stream([3, 1, 4], max_new_tokens=50, stop_tokens=[], trip=2)
+    assert next(stream).token == wanted[0]
+    stream.close()
+    assert model.generate([[3, 1, 4]], **SAMPLING)[0].tokens == wanted
+
+
+def test_events_and_counts_are_said(model, capsys):
+    one, two = model.generate([[3] * 20, [4]], verbose=True, **SAMPLING)
+    said = capsys.readouterr().out
+    assert "request 0: 20 prompt tokens" in said and "request 1: length after 6 tokens" in said
+    for out, length in ((one, 20), (two, 1)):
+        usage = out.usage
+        assert (usage.prompt_tokens, usage.generated_tokens, usage.cached_tokens) == (length, 6, 0)
+        assert usage.prefill_seconds > 0 and usage.decode_seconds > 0
 
 
 def pushed(words, text, stops):

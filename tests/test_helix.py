@@ -80,6 +80,7 @@ def test_merged_parts_are_attention_over_all_keys():
     """A part without keys changes nothing, NaN in it included; a row without any key gives 0."""
     rng, (n, B, T, H, X, S) = np.random.default_rng(0), (3, 2, 2, 4, 5, 7)
     scores, values = rng.normal(size=(n, B, T, H, S)) * 9, rng.normal(size=(n, S, X))
+    scores[2, 0] += 800  # beyond what exp holds, against what rank 0 has
     scores[1, :, :, 2:] = -np.inf
     scores[:, 1, 1, 0] = -np.inf
     top = scores.max(-1)

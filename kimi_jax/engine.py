@@ -1,0 +1,211 @@
+"""Many requests through few slots: prompts are taken in chunk by chunk in rows of their own, join
+the rows that decode, and leave room for the next when they end.
+"""
+
+import collections
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from .collectives import DATA
+from .placement import to_device, to_host
+from .sampling import Rows, TokenLogprob
+
+if TYPE_CHECKING:
+    from .generate import Options, Request
+    from .runner import Model
+
+
+@dataclasses.dataclass
+class Schedule:
+    """Who stands where: waiting, taken in on a stage with a slot kept for it, or decoding in that
+    slot. Requests are numbers, first come first served.
+    """
+
+    waiting: collections.deque[int]
+    free_slots: list[int]
+    free_stages: list[int]
+    staged: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)  # stage: who, slot
+    running: dict[int, int] = dataclasses.field(default_factory=dict)  # slot: who
+
+    @classmethod
+    def of(cls, requests: Sequence[int], slots: int, stages: int) -> "Schedule":
+        """All requests waiting before empty slots."""
+        return cls(collections.deque(requests), list(range(slots)), list(range(stages)))
+
+    @property
+    def busy(self) -> bool:
+        """Whether anyone has not left yet."""
+        return bool(self.waiting or self.staged or self.running)
+
+    @property
+    def filling(self) -> bool:
+        """Whether a prompt is being taken in, or another could be."""
+        return bool(self.staged or (self.waiting and self.free_slots))
+
+    def admit(self) -> list[tuple[int, int]]:
+        """Let in as many as there is room for: (stage, who)."""
+        admitted = []
+        while self.waiting and self.free_slots and self.free_stages:
+            stage, slot = self.free_stages.pop(0), self.free_slots.pop(0)
+            who = self.waiting.popleft()
+            self.staged[stage] = (who, slot)
+            admitted.append((stage, who))
+        return admitted
+
+    def begin(self, stage: int) -> int:
+        """A prompt is taken in: it decodes from now on, in the slot that is returned."""
+        who, slot = self.staged.pop(stage)
+        self.free_stages.append(stage)
+        self.running[slot] = who
+        return slot
+
+    def end(self, slot: int) -> int:
+        """A request has ended: its slot is free again."""
+        self.free_slots.append(slot)
+        return self.running.pop(slot)
+
+
+def capacity(length: int, limit: int) -> int:
+    """Slots for a state that must hold `length` tokens: a power of two from 128 on, at most the
+    model's limit.
+    """
+    return min(max(128, 1 << (length - 1).bit_length()), limit)
+
+
+def run(
+    model: "Model",
+    requests: Sequence["Request"],
+    options: "Options",
+    log: Callable[[str], None] | None = None,
+) -> Iterator[int]:
+    """Run all requests that have no error yet to their ends; yields after each trip to the device
+    the tokens that it took in or made.
+    """
+    due = [i for i, one in enumerate(requests) if one.reason is None]
+    if due:
+        yield from _Engine(model, requests, due, options, log or (lambda line: None)).steps()
+
+
+class _Engine:
+    """The states of a run: one whose rows are stages, one whose rows are slots."""
+
+    def __init__(
+        self,
+        model: "Model",
+        requests: Sequence["Request"],
+        due: list[int],
+        options: "Options",
+        log: Callable[[str], None],
+    ):
+        self.model, self.requests, self.options, self.log = model, requests, options, log
+        stages = model.program.sizes[DATA]
+        wanted = min(options.slots, 1 << (len(due) - 1).bit_length())
+        slots = -(-wanted // stages) * stages
+        longest = max(len(requests[i].ids) + requests[i].limit for i in due)
+        S = capacity(longest, model.config.max_positions)
+        self.schedule = Schedule.of(due, slots, stages)
+        self.slots, self.stages = model.new_state(slots, S), model.new_state(stages, S)
+        self.taken = np.zeros(stages, np.int32)  # tokens of each stage's prompt
+
+    def steps(self) -> Iterator[int]:
+        """Chunks of prompts and trips of decoding in turns, until nobody is left."""
+        while self.schedule.busy:
+            for stage, who in self.schedule.admit():
+                self.taken = np.where(np.arange(len(self.taken)) == stage, 0, self.taken)
+                self.requests[who].began = time.perf_counter()
+                self.log(f"request {who}: {len(self.requests[who].ids)} prompt tokens")
+            if self.schedule.staged:
+                yield self._take_in()
+            if self.schedule.running:
+                yield self._decode()
+
+    def _take_in(self) -> int:
+        """The next chunk of every staged prompt; those that are complete move to their slots."""
+        stages, chunk = len(self.taken), self.model.chunk
+        parts = {
+            stage: self.requests[who].ids[self.taken[stage] :][:chunk]
+            for stage, (who, _) in self.schedule.staged.items()
+        }
+        lengths = np.array([len(parts.get(i, ())) for i in range(stages)], np.int32)
+        tokens = np.zeros((stages, lengths.max()), np.int32)
+        for stage, part in parts.items():
+            tokens[stage, : len(part)] = part
+        rows = NamedSharding(self.model.mesh, PartitionSpec(DATA))
+        state = dataclasses.replace(self.stages, length=to_device(self.taken, rows))
+        logits, self.stages = self.model._advance(state, tokens, lengths)
+        jax.block_until_ready(logits)  # what is measured has happened
+        self.taken = self.taken + lengths  # anew: a device may look at the numbers it was given
+        for stage, (who, _) in list(self.schedule.staged.items()):
+            if self.taken[stage] == len(self.requests[who].ids):
+                slot = self.schedule.begin(stage)
+                self.slots = self.model.program.transfer(self.stages, stage, self.slots, slot)
+                self.requests[who].ready = time.perf_counter()
+        return int(lengths.sum())
+
+    def _decode(self) -> int:
+        """A trip: some steps for all slots, and what became of each request."""
+        running = {slot: self.requests[who] for slot, who in self.schedule.running.items()}
+        most = max(one.limit - len(one.tokens) for one in running.values())
+        n = 1 if self.schedule.filling else min(self.options.trip, most)  # slots fill up first
+        made, self.slots = self.model.program.trip(
+            self.model.weights, self.slots, self._rows(running), n
+        )
+        ids, usable, chosen, best_ids, best = map(to_host, made)
+        before = sum(len(one.tokens) for one in running.values())
+        for slot, one in running.items():
+            for i in range(n):
+                top = tuple(zip(best_ids[i, slot].tolist(), best[i, slot].tolist(), strict=True))
+                token = int(ids[i, slot])
+                logprob = TokenLogprob(token, float(chosen[i, slot]), top)
+                one.take(token, bool(usable[i, slot]), logprob, self.options.stop_ids)
+                if one.reason:
+                    who = self.schedule.end(slot)
+                    self.log(f"request {who}: {one.reason} after {len(one.tokens)} tokens")
+                    break
+        return sum(len(one.tokens) for one in running.values()) - before
+
+    def _rows(self, running: dict[int, "Request"]) -> Rows:
+        """What every slot is to do next."""
+        B, s, o = len(self.slots.length), self.options.sampling, self.options
+        Z = self.model.config.vocab
+        at = list(running)
+
+        def filled(dtype: Any, value: Callable[["Request"], Any]) -> np.ndarray:
+            row = np.zeros(B, dtype)
+            row[at] = [value(one) for one in running.values()]
+            return row
+
+        stops = np.full((B, max(1, len(o.stop_ids))), -1, np.int32)
+        stops[:, : len(o.stop_ids)] = sorted(o.stop_ids)
+        row = (s.temperature, s.top_k, s.top_p, s.min_p, s.repetition_penalty, o.fewest)
+        settings = np.tile(np.array(row, np.float32), (B, 1))
+        bias = seen = None
+        if o.bias:
+            bias = np.zeros((B, Z), np.float32)
+            for token, value in o.bias:
+                bias[:, token] = value
+        if s.repetition_penalty != 1:
+            seen = np.zeros((B, Z), bool)
+            for slot, one in running.items():
+                seen[slot, one.ids + one.tokens] = True
+        sharding = NamedSharding(self.model.mesh, PartitionSpec(DATA))
+        on_mesh = lambda x: to_device(x, sharding)  # noqa: E731
+        return Rows(
+            active=on_mesh(filled(bool, lambda one: True)),
+            left=on_mesh(filled(np.int32, lambda one: one.limit - len(one.tokens))),
+            seeds=on_mesh(filled(np.int32, lambda one: one.seed)),
+            counts=on_mesh(filled(np.int32, lambda one: len(one.tokens))),
+            settings=on_mesh(settings),
+            stops=on_mesh(stops),
+            bias=None if bias is None else on_mesh(bias),
+            seen=None if seen is None else on_mesh(seen),
+            top=o.top,
+            draws=s.temperature > 0,
+            trip=o.trip,
+        )
