@@ -483,7 +483,7 @@ class _OpenCall:
                 self.problem = f"argument {self.key!r} is no JSON: {raw!r:.60}"
                 return
             if _type(value) != self.type:
-                self.problem = f"argument {self.key!r} is no {self.type or 'typed'}: {raw!r:.60}"
+                self.problem = f"argument {self.key!r} is not of type {self.type!r}: {raw!r:.60}"
         if self.key in self.arguments:
             self.problem = f"argument {self.key!r} comes twice"
         self.arguments[self.key] = value
@@ -553,14 +553,15 @@ class ReplyParser:
         elif self._call and where == "argument":
             self._call.raw.append(text)
         elif self._call and text.strip():
-            self._call.problem = f"text outside its arguments: {text.strip()!r:.60}"
+            self._call.problem = "text outside its arguments"
         return []
 
     def _answer(self, text: str) -> list[ChatEvent]:
         """More of the answer, up to a stop string or what may become one."""
         self._held += text
-        if found := [at for stop in self._stops if (at := self._held.find(stop)) >= 0]:
-            self._held = self._held[: min(found)]
+        found = [(at + len(s), at) for s in self._stops if (at := self._held.find(s)) >= 0]
+        if found:  # the one that is complete first, however the text was cut
+            self._held = self._held[: min(found)[1]]
             events = self._release()
             self.ended = True
             return events

@@ -168,7 +168,9 @@ class Conversation:
     def _take(self, text: str) -> None:
         """One turn and its reply."""
         messages = [*self.messages, {"role": "user", "content": text}]
-        seed = (self._seed + self.total.replies) % 2**31  # one seed would draw alike in each reply
+        seed, replies = self._seed, self.total.replies
+        if replies:  # one seed would draw alike in each reply
+            seed = (seed + replies) % 2**31
         try:
             reply = self._show(self._model.chat(messages, stream=True, **self._options, seed=seed))
         except (ChatError, PromptError, FloatingPointError) as error:
