@@ -560,8 +560,9 @@ class ReplyParser:
     def _answer(self, text: str) -> list[ChatEvent]:
         """More of the answer, up to a stop string or what may become one."""
         self._held += text
-        if found := [at for stop in self._stops if (at := self._held.find(stop)) >= 0]:
-            self._held = self._held[: min(found)]
+        found = [(at + len(s), at) for s in self._stops if (at := self._held.find(s)) >= 0]
+        if found:  # the one that is complete first, however the text was cut
+            self._held = self._held[: min(found)[1]]
             events = self._release()
             self.ended = True
             return events

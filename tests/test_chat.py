@@ -137,6 +137,10 @@ def test_every_segment_is_encoded_on_its_own():
     header = ["message", " role", '="', "user", '"']
     begun = TOKENIZER.encode_segments([opening, *header, sep, '"t', SPECIAL["<|close|>"]])
     assert ids[: len(begun)] == begun
+    joining = {bytes([byte]): byte for byte in range(256)} | {b'"-': 256, b'-"': 257, b" n": 258}
+    markers = {marker: 259 + i for i, marker in enumerate(chat.MARKERS)}
+    ids = chat.render(Tokenizer(joining, markers), [{**USER, "name": "-"}])
+    assert 258 in ids and not {256, 257} & set(ids)
     parts = [{"type": "text", "text": "the sys"}, {"type": "text", "text": "tem"}]
     apart = chat.render(TOKENIZER, [{"role": "user", "content": parts}])
     joined = chat.render(TOKENIZER, [{"role": "user", "content": "the system"}])
