@@ -29,7 +29,7 @@ SPEED_COLUMNS = ("step", "batch", "tokens", "compile_s", "step_ms", "tokens_per_
 COMPILE_COLUMNS = ("trace_s", "lower_s", "compile_s", "argument_bytes", "temporary_bytes")
 EXPERTS_COLUMNS = ("rows", "exchange_ms", "local_ms", "exchange_by_local")
 ROWS_COLUMNS = ("rows", "sliced_ms", "full_ms", "sliced_by_full")
-STEP_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+STEP_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 REDUCE_COLUMNS = ("rows", "reduce", "pieces", "ms", "by_sum", "sent_bytes")
 REDUCE_ROWS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 REDUCE_PIECES = (1, 2, 4)
@@ -162,8 +162,8 @@ def experts(config: Config, mesh: Mesh, place: Placement, dtype: str | None) -> 
 
 
 def rows(config: Config, mesh: Mesh, place: Placement, dtype: str | None) -> Iterator[Row]:
-    """`by_turns` of one layer whose rows are sliced over the model ranks and of one that keeps them
-    all on each.
+    """`by_turns` of one KDA layer whose rows are sliced over the model ranks and of one that keeps
+    them all on each.
     """
     one = one_layer(config)
     ways = [dataclasses.replace(place, rows=way) for way in ("sliced", "full")]

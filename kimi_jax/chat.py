@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from .generate import Usage
+from .generate import Usage, overlap
 from .sampling import Sample, TokenLogprob
 from .tokenizer import Tokenizer, TokenizerError
 
@@ -566,7 +566,7 @@ class ReplyParser:
             events = self._release()
             self.ended = True
             return events
-        return self._release(max((_overlap(self._held, stop) for stop in self._stops), default=0))
+        return self._release(max((overlap(self._held, stop) for stop in self._stops), default=0))
 
     def _release(self, keep: int = 0) -> list[ChatEvent]:
         """The held text but for its last `keep` characters."""
@@ -641,12 +641,6 @@ class ReplyParser:
         events = self._leave(0)
         self.ended = True
         return events
-
-
-def _overlap(text: str, stop: str) -> int:
-    """The longest end of `text` that begins `stop` and is not all of it."""
-    longest = min(len(stop) - 1, len(text))
-    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
 
 # One turn

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from .generate import Options, Request
     from .runner import Model
 
+LOOP = 8  # steps that a loop on the device has room for, at least
+
 
 @dataclasses.dataclass
 class Schedule:
@@ -112,6 +114,7 @@ class _Engine:
         self.schedule = Schedule.of(due, slots, stages)
         self.slots, self.stages = model.new_state(slots, S), model.new_state(stages, S)
         self.taken = np.zeros(stages, np.int32)  # tokens of each stage's prompt
+        self.fixed = self._fixed()
 
     def steps(self) -> Iterator[int]:
         """Chunks of prompts and trips of decoding in turns, until nobody is left."""
@@ -136,8 +139,7 @@ class _Engine:
         tokens = np.zeros((stages, lengths.max()), np.int32)
         for stage, part in parts.items():
             tokens[stage, : len(part)] = part
-        rows = NamedSharding(self.model.mesh, PartitionSpec(DATA))
-        state = dataclasses.replace(self.stages, length=to_device(self.taken, rows))
+        state = dataclasses.replace(self.stages, length=self._on_mesh(self.taken))
         logits, self.stages = self.model._advance(state, tokens, lengths)
         jax.block_until_ready(logits)  # what is measured has happened
         self.taken = self.taken + lengths  # anew: a device may look at the numbers it was given
@@ -170,42 +172,48 @@ class _Engine:
                     break
         return sum(len(one.tokens) for one in running.values()) - before
 
-    def _rows(self, running: dict[int, "Request"]) -> Rows:
-        """What every slot is to do next."""
+    def _fixed(self) -> dict[str, Any]:
+        """What the rows of all trips share: strategy, stop ids and bias."""
         B, s, o = len(self.slots.length), self.options.sampling, self.options
-        Z = self.model.config.vocab
-        at = list(running)
-
-        def filled(dtype: Any, value: Callable[["Request"], Any]) -> np.ndarray:
-            row = np.zeros(B, dtype)
-            row[at] = [value(one) for one in running.values()]
-            return row
-
-        stops = np.full((B, max(1, len(o.stop_ids))), -1, np.int32)
-        stops[:, : len(o.stop_ids)] = sorted(o.stop_ids)
         row = (s.temperature, s.top_k, s.top_p, s.min_p, s.repetition_penalty, o.fewest)
-        settings = np.tile(np.array(row, np.float32), (B, 1))
-        bias = seen = None
+        bias = None
         if o.bias:
-            bias = np.zeros((B, Z), np.float32)
+            bias = np.zeros((B, self.model.config.vocab), np.float32)
             for token, value in o.bias:
                 bias[:, token] = value
-        if s.repetition_penalty != 1:
-            seen = np.zeros((B, Z), bool)
+        return {
+            "settings": self._on_mesh(np.tile(np.array(row, np.float32), (B, 1))),
+            "stops": self._on_mesh(np.tile(np.array(sorted(o.stop_ids) or [-1], np.int32), (B, 1))),
+            "bias": None if bias is None else self._on_mesh(bias),
+            "top": o.top,
+            "draws": s.temperature > 0,
+            "waits": o.fewest > 0,
+            "trip": max(o.trip, LOOP),  # of one size, so that streaming compiles nothing anew
+        }
+
+    def _rows(self, running: dict[int, "Request"]) -> Rows:
+        """What every slot is to do next."""
+        B = len(self.slots.length)
+
+        def filled(dtype: Any, value: Callable[["Request"], Any]) -> Any:
+            row = np.zeros(B, dtype)
+            row[list(running)] = [value(one) for one in running.values()]
+            return self._on_mesh(row)
+
+        seen = None
+        if self.options.sampling.repetition_penalty != 1:
+            seen = np.zeros((B, self.model.config.vocab), bool)
             for slot, one in running.items():
                 seen[slot, one.ids + one.tokens] = True
-        sharding = NamedSharding(self.model.mesh, PartitionSpec(DATA))
-        on_mesh = lambda x: to_device(x, sharding)  # noqa: E731
         return Rows(
-            active=on_mesh(filled(bool, lambda one: True)),
-            left=on_mesh(filled(np.int32, lambda one: one.limit - len(one.tokens))),
-            seeds=on_mesh(filled(np.int32, lambda one: one.seed)),
-            counts=on_mesh(filled(np.int32, lambda one: len(one.tokens))),
-            settings=on_mesh(settings),
-            stops=on_mesh(stops),
-            bias=None if bias is None else on_mesh(bias),
-            seen=None if seen is None else on_mesh(seen),
-            top=o.top,
-            draws=s.temperature > 0,
-            trip=o.trip,
+            active=filled(bool, lambda one: True),
+            left=filled(np.int32, lambda one: one.limit - len(one.tokens)),
+            seeds=filled(np.int32, lambda one: one.seed),
+            counts=filled(np.int32, lambda one: len(one.tokens)),
+            seen=None if seen is None else self._on_mesh(seen),
+            **self.fixed,
         )
+
+    def _on_mesh(self, x: np.ndarray) -> Any:
+        """An array whose rows are cut over `data`."""
+        return to_device(x, NamedSharding(self.model.mesh, PartitionSpec(DATA)))

@@ -92,7 +92,7 @@ class TextBuilder:
         if found:
             self.stopped = True
             return self._held[: min(found)]
-        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
+        keep = max((overlap(self._held, stop) for stop in self._stops), default=0)
         ready, self._held = (
             self._held[: len(self._held) - keep],
             self._held[len(self._held) - keep :],
@@ -100,8 +100,8 @@ class TextBuilder:
         return ready
 
 
-def _overlap(text: str, stop: str) -> int:
-    """The longest end of `text` that begins `stop`."""
+def overlap(text: str, stop: str) -> int:
+    """The longest end of `text` that begins `stop` and is not all of it."""
     return next(
         (n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0
     )
@@ -121,7 +121,6 @@ class Request:
     reason: str | None = None
     error: str | None = None
     late: bool = False  # it ended without a token of its own, or text came behind the last one
-    cached: int = 0  # tokens of the prompt that an earlier state has seen
     began: float = 0.0
     ready: float = 0.0
     ended: float = 0.0
@@ -436,7 +435,7 @@ def _requests(model: "Model", encoded: list[list[int]], options: Options) -> lis
 
 def _completion(one: Request, model: "Model", options: Options) -> Completion:
     prefill, decode = max(0.0, one.ready - one.began), max(0.0, one.ended - one.ready)
-    usage = Usage(len(one.ids), len(one.tokens), prefill, decode, one.cached)
+    usage = Usage(len(one.ids), len(one.tokens), prefill, decode)
     text = "".join(one.text) if model.tokenizer else None
     assert one.reason is not None
     logprobs = one.logprobs if options.logprobs else None

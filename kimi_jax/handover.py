@@ -20,7 +20,7 @@ from .collectives import DATA
 from .config import Config
 from .helix import Stripes
 from .model import Span, holders
-from .placement import Placement, PlacementError, agree, settle, to_host
+from .placement import Placement, PlacementError, agree, mesh_sizes, settle, to_host, together
 from .plan import device_memory, plan
 from .runner import Model, Program, RequestError, differences, make_program, refuse_what_is_no_state
 from .state import STATE_DIMS, State
@@ -29,24 +29,32 @@ FORMAT = 1
 Fetch = Callable[[int, str], np.ndarray]  # (layer, name) -> an array of it, all rows, on the host
 
 
-def move(state: State, placement: Placement, mesh: Mesh | None = None) -> State:
+def move(
+    state: State, placement: Placement, mesh: Mesh | None = None, *, scan: bool | None = None
+) -> State:
     """The same state for a model of this placement on this mesh (default: its own): latent rows and
     index keys striped anew, KDA memories and the three parts of convolution windows cut by heads.
+    `scan` groups layers as a model that was loaded with it does (default: as they are).
 
     Every number stays what it is, bit for bit. The state given is only read. It travels through the
     memory of the host, a layer at a time. Where there are several processes, each must call this
     with its part of the same state; all get the new one, or none. Raises `RequestError` for what is
     no state, and what `Placement.check` raises.
     """
-    refuse_what_is_no_state(state)
-    home = state.home
-    target = make_program(
-        home.config, mesh or home.mesh, placement, home.dtype,
-        packed=home.packed, scan=home.scan, forms=None,
-    )  # fmt: skip
+
+    def checked() -> Program:
+        refuse_what_is_no_state(state)
+        home = state.home
+        target = make_program(
+            home.config, mesh or home.mesh, placement, home.dtype,
+            packed=home.packed, scan=home.scan if scan is None else scan,
+        )  # fmt: skip
+        _refuse_what_exceeds(target, state.batch, state.max_length)
+        return target
+
+    target, home = together("moving the state", checked), state.home
     agree("the state to move", state.max_length, state.batch, placement, target.sizes)
-    at = _where(home.stacks)
-    arrays = state.named()
+    at, arrays = _where(home.stacks), state.named()
 
     def fetch(layer: int, name: str) -> np.ndarray:
         if name in ("length", "hidden"):
@@ -59,7 +67,8 @@ def move(state: State, placement: Placement, mesh: Mesh | None = None) -> State:
 
 def save(state: State, path: str | os.PathLike) -> None:
     """Write a state to a folder that does not exist yet: Orbax arrays as they lie on the devices,
-    each process its own, and `about`, what they are. It appears whole or not at all.
+    each process its own, and `about`, what they are. It appears whole or not at all. Arrays carry
+    no checksum: a disk that changes a number is not found out.
     """
     refuse_what_is_no_state(state)
     folder = Path(path).absolute()
@@ -96,26 +105,12 @@ def load_state(path: str | os.PathLike, model: Model) -> State:
     Raises `RequestError` where the folder holds no state, or one of another model or type, naming
     every size that differs.
     """
-    import orbax.checkpoint as ocp
-
     folder = Path(path).absolute()
-    about = _about(folder)
-    problems = differences(about["config"], _plain(model.config))
-    if about["dtype"] != model.dtype:
-        problems.append(f"the state is {about['dtype']}, the model {model.dtype}")
-    if problems:
-        raise RequestError("\n".join([f"{folder}:", *problems]))
-    program = model.program
-    source = dataclasses.replace(program, scan=about["scan"])
-    names = [*(_key(*where) for where in source.state_shapes(1, 1).named()), "length", "hidden"]
-    whole = dict.fromkeys(names, ocp.RestoreArgs(restore_type=np.ndarray))
-    try:
-        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
-            want = ocp.args.PyTreeRestore(restore_args=whole)  # pyright: ignore[reportCallIssue]
-            arrays = reader.restore(folder, ocp.args.Composite(arrays=want))["arrays"]
-    except Exception as error:
-        raise RequestError(f"{folder}: its arrays cannot be read: {error}") from error
-    at = _where(source.stacks)
+    about = together("reading the state", lambda: _about(folder, model))
+    agree("the saved state", about)  # before Orbax reads, which waits for all processes
+    stripes = Placement(**about["placement"]).stripes(about["mesh"])
+    arrays = together("reading the state", lambda: _arrays(folder, about, stripes, model.program))
+    at = _where(dataclasses.replace(model.program, scan=about["scan"]).stacks)
 
     def fetch(layer: int, name: str) -> np.ndarray:
         if name in ("length", "hidden"):
@@ -123,12 +118,45 @@ def load_state(path: str | os.PathLike, model: Model) -> State:
         stack, position, group = at[layer]
         return arrays[_key(stack, position, name)][group]
 
-    stripes = Placement(**about["placement"]).stripes(about["mesh"])
-    return _Layout(fetch, stripes, program, about["batch"], about["max_length"]).state()
+    return _Layout(fetch, stripes, model.program, about["batch"], about["max_length"]).state()
 
 
-def _about(folder: Path) -> dict[str, Any]:
-    """What a folder says of the state in it."""
+def _arrays(
+    folder: Path, about: dict[str, Any], stripes: Stripes, program: Program
+) -> dict[str, np.ndarray]:
+    """All arrays of a folder; they are of the sizes that it says."""
+    import orbax.checkpoint as ocp
+
+    shapes = dataclasses.replace(program, scan=about["scan"]).state_shapes(1, 1).named()
+    names = {_key(*where): where[2] for where in shapes} | {"length": "length", "hidden": "hidden"}
+    whole = dict.fromkeys(names, ocp.RestoreArgs(restore_type=np.ndarray))
+    try:
+        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+            want = ocp.args.PyTreeRestore(restore_args=whole)  # pyright: ignore[reportCallIssue]
+            arrays = reader.restore(folder, ocp.args.Composite(arrays=want))["arrays"]
+    except Exception as error:
+        raise RequestError(f"{folder}: its arrays cannot be read: {error}") from error
+    batch, most = about["batch"], about["max_length"]
+    slots = stripes.slots(most) * stripes.ranks
+    for key, name in names.items():
+        sizes = dict(zip(STATE_DIMS[name], arrays[key].shape, strict=True))
+        if sizes["B"] < batch or sizes.get("S", slots) != slots:
+            raise RequestError(
+                f"{folder}: {key} is {arrays[key].shape}, not of {batch} requests of {most} tokens"
+            )
+    if arrays["length"][:batch].max() > most:
+        raise RequestError(f"{folder}: a request has seen more than its {most} tokens")
+    return arrays
+
+
+_ABOUT = {
+    **{"format": int, "max_length": int, "batch": int, "dtype": str},
+    **{"scan": bool, "mesh": dict, "placement": dict, "config": dict},
+}
+
+
+def _about(folder: Path, model: Model) -> dict[str, Any]:
+    """What a folder says of the state in it, which fits the model."""
     file = folder / "about" / "metadata"
     try:
         about = json.loads(file.read_text(encoding="utf-8"))
@@ -136,6 +164,22 @@ def _about(folder: Path) -> dict[str, Any]:
         raise RequestError(f"{folder} holds no state: {error}") from error
     if not isinstance(about, dict) or about.get("format") != FORMAT:
         raise RequestError(f"{folder} holds no state that this version reads")
+    bad = [name for name, kind in _ABOUT.items() if not isinstance(about.get(name), kind)]
+    bad += [name for name in ("batch", "max_length") if name not in bad and about[name] < 1]
+    if not bad:
+        try:
+            Placement(**about["placement"])
+            mesh_sizes(about["mesh"])
+        except (TypeError, PlacementError) as error:
+            bad.append(f"placement and mesh ({error})")
+    if bad:
+        raise RequestError(f"{folder}: what it says of itself is damaged: {', '.join(bad)}")
+    problems = differences(about["config"], _plain(model.config))
+    if about["dtype"] != model.dtype:
+        problems.append(f"the state is {about['dtype']}, the model {model.dtype}")
+    if problems:
+        raise RequestError("\n".join([f"{folder}:", *problems]))
+    _refuse_what_exceeds(model.program, about["batch"], about["max_length"])
     return about
 
 
@@ -177,7 +221,6 @@ class _Layout:
         """The state of the target, on all processes or on none."""
         rows = -(-self.batch // self.target.sizes[DATA]) * self.target.sizes[DATA]
         shapes = self.target.state_shapes(rows, self.max_length)
-        _refuse_what_exceeds(self.target, self.batch, self.max_length)
         spans = self.target.stacks
         layers = [
             [self._layer(layer, spans[i], j) for j, layer in enumerate(stack)]

@@ -60,14 +60,14 @@ class Layer(nnx.Module):
             x, bank, count = push(x, bank, count, index % block == 0)
             rows = step.enter(rms_norm(h, self.attention_norm[...], eps))
             partial, state = self.attention(rows, state, step)
-            x = x + step.close(partial.reshape(step.rows, -1))
+            x = x + step.close([partial.reshape(step.rows, -1)])
         with jax.named_scope("mlp"):
             h, mixed_mlp = self.mlp_residual(x, bank, count)
             x = x + self._mlp(rms_norm(h, self.mlp_norm[...], eps), step)
         return x, bank, state, (mixed, mixed_mlp)
 
     def _mlp(self, x: Array, step: Step) -> Array:
-        return step.close(self.mlp(step.every(x))) if self.dense else self.mlp(x, step)
+        return step.close([self.mlp(step.every(x))]) if self.dense else self.mlp(x, step)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,7 +188,7 @@ class Kimi(nnx.Module):
         mixture's weights for the rows that this rank holds.
         """
         with jax.named_scope("embedding"):
-            x = step.close(collectives.embed(self.embed[...], tokens.reshape(-1)), how=SUM)
+            x = step.close([collectives.embed(self.embed[...], tokens.reshape(-1))], how=SUM)
         bank = jnp.zeros((self.config.bank_rows, *x.shape), x.dtype)
         layers, mixtures = [], []
         for stack, states in zip(self.stacks, state.layers, strict=True):

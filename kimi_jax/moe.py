@@ -281,18 +281,16 @@ class MoE(nnx.Module):
         z, logits = self._enter(own, every, step)
         ids, weights = self._route(logits, active)
         routed = self._norm(combine(z, ids, weights, step).astype(x.dtype))
+        partial, whole = [], []
         if step.place.latent == "sharded":
             columns = collectives.rows_to_columns(routed, step.rows)
-            whole, partial = None, linear(columns, self.w_latent_up[...])
+            partial.append(linear(columns, self.w_latent_up[...]))
         else:
-            whole, partial = linear(routed, self.w_latent_up[...]), None
-        if self.config.shared_experts:
-            if self._is_cut(step):
-                shared = self.shared(every)
-                partial = shared if partial is None else partial + shared
-            else:
-                shared = self.shared(own)
-                whole = shared if whole is None else whole + shared
+            whole.append(linear(routed, self.w_latent_up[...]))
+        if self._is_cut(step):
+            partial.append(self.shared(every))
+        elif self.config.shared_experts:
+            whole.append(self.shared(own))
         return step.close(partial, whole)
 
     def _local(self, x: Float[Array, "P D"], step: Step) -> Float[Array, "P D"]:

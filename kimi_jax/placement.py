@@ -8,7 +8,8 @@ decoder.
 import dataclasses
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar, cast
 
 import jax
 import numpy as np
@@ -25,6 +26,8 @@ from .reductions import Reduction, acting, choose
 # (experts), Y (latent projections, router), S (cached keys), M (heads of queries), O (heads of
 # values) and X (shared width); other letters are whole. An axis cuts one dim, the leftmost.
 AXIS_OF_DIM = {"B": DATA, "H": MODEL, "F": MODEL, "Z": MODEL}
+
+Done = TypeVar("Done")
 
 Sizes = Mapping[str, int]  # mesh axis -> ranks: all that shapes and checks need of a mesh
 
@@ -188,6 +191,10 @@ class Placement:
             lines.append(
                 f"ring_fp32_hops must lie in 0..{most} at {sizes[MODEL]} ranks, got {hops}"
             )
+        lap = self.helix_block * sizes[MODEL]
+        if self.keys == "helix" and lap >= 2**31:
+            lines.append(f"helix_block: {self.helix_block} over {sizes[MODEL]} ranks is {lap} "
+                         "positions, more than 32 bits count")  # fmt: skip
         dense = [i for i in range(config.layers) if config.is_dense(i)]
         if self.rows != "full" and dense[-1:] > [len(dense) - 1]:
             late = ", ".join(str(i) for at, i in enumerate(dense) if i > at)
@@ -337,6 +344,17 @@ def settle(what: str, error: BaseException | None) -> None:
             raise error
         finally:
             del error  # its frames would hold it, and it them, and they arrays
+
+
+def together(what: str, action: Callable[[], Done]) -> Done:
+    """What `action` returns, on every process, or an error on every process."""
+    error, done = None, None
+    try:
+        done = action()
+    except Exception as problem:
+        error = problem
+    settle(what, error)
+    return cast(Done, done)
 
 
 def agree(what: str, *values: object) -> None:

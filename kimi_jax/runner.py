@@ -145,8 +145,8 @@ class Program:
                 f"has helix_block {mine.helix_block}, the model helix_block {theirs.helix_block}"
             )
         if self.stacks != other.stacks:
-            moved.append("has its layers grouped in another way than the model (scan)")
-        hint = ": kimi_jax.move brings it over"
+            moved.append(f"has layers grouped by scan={self.scan}, the model by {other.scan}")
+        hint = f": kimi_jax.move(state, placement, mesh, scan={other.scan}) brings it over"
         return [*problems, *(f"the state {what}{hint}" for what in moved)]
 
     def refuse_what_exceeds(self, batch: int, context: int) -> None:
@@ -170,8 +170,7 @@ class Program:
         self, weights: dict, state: State, tokens: Any, lengths: Any
     ) -> tuple[Array, State]:
         """`step` for a state as users hold it."""
-        bare = dataclasses.replace(state, batch=0, home=None)
-        logits, following = self.step(weights, bare, tokens, lengths)
+        logits, following = self.step(weights, state.bare(), tokens, lengths)
         return logits, dataclasses.replace(following, batch=state.batch, home=self)
 
     def _merge(self, weights: dict[tuple, Array]) -> Kimi:
@@ -254,8 +253,7 @@ class Program:
         compiled = jax.jit(whole, donate_argnums=1)
 
         def run(weights: dict, state: State, rows: Rows, n: int) -> tuple[tuple, State]:
-            bare = dataclasses.replace(state, batch=0, home=None)
-            made, following = compiled(weights, bare, rows, np.int32(n))
+            made, following = compiled(weights, state.bare(), rows, np.int32(n))
             return made, dataclasses.replace(following, batch=state.batch, home=self)
 
         return run
@@ -287,8 +285,7 @@ class Program:
         compiled = jax.jit(whole, donate_argnums=2)
 
         def run(state: State, row: int, other: State, slot: int) -> State:
-            bare, into = (dataclasses.replace(s, batch=0, home=None) for s in (state, other))
-            moved = compiled(bare, np.int32(row), into, np.int32(slot))
+            moved = compiled(state.bare(), np.int32(row), other.bare(), np.int32(slot))
             return dataclasses.replace(moved, batch=other.batch, home=self)
 
         return run
@@ -542,13 +539,14 @@ def _state_maker(program: Program, batch: int, max_length: int) -> Callable[[], 
 
 
 def differences(mine: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
-    """The sizes and switches of a state's model that another does not share; the ids of marks
-    (begin, end, padding) do not count.
+    """The sizes and switches of a state's model that another does not share, or does not know; the
+    ids of marks (begin, end, padding) do not count.
     """
+    names = [name for name in {**theirs, **mine} if name not in ("bos", "eos", "pad")]
     return [
-        f"the state is of a model with {name} {own!r}, not {theirs[name]!r}"
-        for name, own in mine.items()
-        if own != theirs[name] and name not in ("bos", "eos", "pad")
+        f"the state is of a model with {name} {mine.get(name)!r}, not {theirs.get(name)!r}"
+        for name in names
+        if mine.get(name) != theirs.get(name)
     ]
 
 

@@ -86,6 +86,7 @@ class Rows:
     seen: Bool[Array, "B Z"] | None  # ids that prompt or reply hold, where a penalty asks
     top: int = dataclasses.field(metadata={"static": True})  # log-probabilities to report
     draws: bool = dataclasses.field(metadata={"static": True})  # some row has a temperature
+    waits: bool = dataclasses.field(metadata={"static": True})  # stop ids must wait for the fewest
     trip: int = dataclasses.field(metadata={"static": True})  # most steps of a loop
 
     def after(self, ids: Int[Array, " B"], usable: Bool[Array, " B"]) -> "Rows":
@@ -114,6 +115,8 @@ def adjusted(logits: Float[Array, "B Z"], rows: Rows) -> Float[Array, "B Z"]:
         penalty = rows.settings[:, 4:5].astype(logits.dtype)
         punished = jnp.where(logits > 0, logits / penalty, logits * penalty)
         logits = jnp.where(rows.seen, punished, logits)
+    if not rows.waits:
+        return logits
     batch, stops = jnp.arange(B, dtype=jnp.int32)[:, None], rows.stops
     ends = jnp.zeros((B, Z), bool)
     ends = ends.at[batch, jnp.where(stops < 0, Z, stops)].set(True, mode="drop")

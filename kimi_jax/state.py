@@ -6,7 +6,10 @@ updated in place: the whole stack travels through a step, a layer reads and writ
 """
 
 import dataclasses
+import functools
+import operator
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -139,21 +142,19 @@ class Step:
 
     def close(
         self,
-        partial: Float[Array, "Q D"] | None,
-        own: Float[Array, "c D"] | None = None,
+        partial: Sequence[Float[Array, "Q D"]],
+        own: Sequence[Float[Array, "c D"]] = (),
         how: Reduction | None = None,
     ) -> Float[Array, "P D"]:
         """The complete rows that a rank holds: the sum over ranks of their partial sums of all
         rows, and of what a rank made of its own rows alone.
         """
         how = self.reduce if how is None else how
-        parts = [] if own is None else [own]
         if self.sliced:
-            parts += [] if partial is None else [collectives.reduce_scatter(partial, how)]
-            return sum(parts[1:], start=parts[0])
-        parts = [collectives.among_zeros(one, self.rows) for one in parts]
-        parts += [] if partial is None else [partial]
-        return collectives.all_reduce(sum(parts[1:], start=parts[0]), how)
+            scattered = [collectives.reduce_scatter(_sum(partial), how)] if partial else []
+            return _sum([*own, *scattered])
+        among = [collectives.among_zeros(one, self.rows) for one in own]
+        return collectives.all_reduce(_sum([*among, *partial]), how)
 
     @property
     def key_rank(self) -> int | Int[Array, ""]:
@@ -168,6 +169,10 @@ class Step:
     def positions_of(self, slots: Int[Array, "*S"]) -> Int[Array, "*S"]:
         """The positions that this rank's slots hold."""
         return self.stripes.position(slots, self.key_rank)
+
+
+def _sum(parts: Sequence[Array]) -> Array:
+    return functools.reduce(operator.add, parts)
 
 
 def _at(array: Array, group: int | Array) -> Array:
@@ -239,6 +244,10 @@ class State:
     # arrays out so (a runner.Program). Inside a step: nothing, so that no batch compiles one anew.
     batch: int = dataclasses.field(default=0, metadata={"static": True})
     home: Any = dataclasses.field(default=None, metadata={"static": True})
+
+    def bare(self) -> "State":
+        """What a step takes."""
+        return dataclasses.replace(self, batch=0, home=None)
 
     def named(self) -> dict[tuple[int, int, str], Leaf]:
         """The arrays of the layers, by stack, position in its groups, and name."""

@@ -39,7 +39,8 @@ def rows(B, s, seeds=None, counts=None, fewest=0, stops=(-1,), bias=None, seen=N
     return Rows(
         jnp.ones(B, bool), jnp.full(B, 9, jnp.int32), seeds, counts,
         jnp.tile(jnp.array(row, jnp.float32), (B, 1)),
-        jnp.tile(jnp.array(stops, jnp.int32), (B, 1)), bias, seen, top, s.temperature > 0, 1,
+        jnp.tile(jnp.array(stops, jnp.int32), (B, 1)), bias, seen,
+        top=top, draws=s.temperature > 0, waits=fewest > 0, trip=1,
     )  # fmt: skip
 
 
@@ -340,6 +341,20 @@ def test_results_do_not_depend_on_slots_and_trips(model, slots, trip):
     drawn = model.generate(prompts, temperature=1.0, seed=list(range(9)), **options)
     (alone,) = model.generate(prompts[4], temperature=1.0, seed=4, **options)
     assert alone.tokens == drawn[4].tokens
+
+
+def test_streaming_and_generating_share_their_programs(model):
+    """Whatever the trips: prompts of one bucket, one request."""
+    compiled = []
+    model.generate([[3, 1, 4]], **SAMPLING)
+    listen = lambda name, *_, **__: compiled.append(name)  # noqa: E731
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        list(model.stream([5, 6], max_new_tokens=9, stop_tokens=[]))
+        model.generate([[5, 6]], max_new_tokens=9, stop_tokens=[], trip=3)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert "/jax/core/compile/backend_compile_duration" not in compiled
 
 
 def test_a_closed_stream_leaves_the_model_usable(model):

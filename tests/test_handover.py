@@ -122,8 +122,8 @@ def test_padded_heads_are_left_behind_and_made_anew(tmp_path):
         assert one.shape == states[1][name].shape == states[2][name].shape
 
 
-def test_layers_that_are_scanned_keep_their_grouping(tmp_path):
-    """Stacks of several groups travel group by group."""
+def test_layers_that_are_scanned_travel_group_by_group_and_may_be_grouped_anew(tmp_path):
+    """To models that scan and that do not, in memory and through files."""
     config = dataclasses.replace(MESHED, layers=7, mla_layers=(2, 4, 6), residual_block=3)
     deep = write(config, tmp_path / "deep")
     places = [((1, 2), P()), ((1, 4), P(keys="helix", helix_block=4))]
@@ -136,6 +136,19 @@ def test_layers_that_are_scanned_keep_their_grouping(tmp_path):
     wanted, _ = one.decode(state, NEXT)
     logits, _ = four.decode(moved, NEXT)
     np.testing.assert_allclose(logits, wanted, atol=1e-4, rtol=0)
+    flat = kj.load(deep, kj.make_mesh(model=4), four.placement, "float32", scan=False)
+    _, state = one.prefill(one.new_state(3, 64), ids, lengths)
+    state.save(tmp_path / "scanned")
+    apart = kj.move(state, flat.placement, flat.mesh, scan=False)
+    apart.save(tmp_path / "apart")
+    with pytest.raises(kj.RequestError, match="grouped by scan=False, the model by True"):
+        four.decode(apart, NEXT)
+    same(whole(kj.load_state(tmp_path / "scanned", flat)), whole(apart))
+    together = kj.load_state(tmp_path / "apart", four)
+    same(whole(together), whole(state))
+    for model, again in ((flat, apart), (four, together)):
+        logits, _ = model.decode(again, NEXT)
+        np.testing.assert_allclose(logits, wanted, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("part", ["memory", "window_q", "window_k", "window_v"])
@@ -189,6 +202,7 @@ def test_what_cannot_be_moved_is_refused(models):
 
 def test_a_move_that_fails_leaves_the_state_usable(models, monkeypatch):
     (_, state), target = after_prompts(models(0)), models(2)
+    gc.collect()
     before = len(jax.live_arrays())
     monkeypatch.setattr(handover, "copy_places", lambda *a: 1 / 0)
     try:  # what pytest.raises keeps would hold arrays
@@ -241,6 +255,43 @@ def test_a_file_that_is_no_state_of_this_model_is_refused(models, tmp_path):
         kj.load_state(tmp_path / "state", models(0))
 
 
+DAMAGED = [
+    ("batch", 5, r"not of 5 requests of 57 tokens"),
+    ("batch", -1, "damaged: batch"),
+    ("batch", None, "damaged: batch"),
+    ("max_length", 5, "not of 3 requests of 5 tokens"),
+    ("config", 5, "damaged: config"),
+    ("mesh", {"model": 0}, "mesh axis model must be a positive integer"),
+    ("mesh", {"data": 1, "model": 2}, "not of 3 requests of 57 tokens"),
+    ("placement", {"speed": 1}, "damaged: placement and mesh"),
+    ("placement", {"keys": "helix", "helix_block": 64}, "not of 3 requests of 57 tokens"),
+]
+
+
+@pytest.mark.parametrize("name, value, said", DAMAGED, ids=str)
+def test_a_file_that_contradicts_itself_is_refused(models, tmp_path, name, value, said):
+    """Four ranks, blocks of four, 57 tokens a request: 16 slots a rank, 57 in blocks of 64."""
+    model = models(2)
+    _, state = model.prefill(model.new_state(3, 57), *prompts(MESHED, LENGTHS))
+    state.save(tmp_path / "state")
+    about = tmp_path / "state" / "about" / "metadata"
+    about.write_text(json.dumps(json.loads(about.read_text()) | {name: value}))
+    with pytest.raises(kj.RequestError, match=said):
+        kj.load_state(tmp_path / "state", model)
+
+
+def test_a_config_that_lacks_a_size_or_has_another_is_refused(models, tmp_path):
+    _, state = after_prompts(models(0))
+    state.save(tmp_path / "state")
+    about = tmp_path / "state" / "about" / "metadata"
+    text = json.loads(about.read_text())
+    text["config"] |= {"wheels": 4}
+    del text["config"]["experts"]
+    about.write_text(json.dumps(text))
+    with pytest.raises(kj.RequestError, match=r"experts None, not 16[\s\S]*wheels 4, not None"):
+        kj.load_state(tmp_path / "state", models(0))
+
+
 def test_damaged_arrays_are_refused(models, tmp_path):
     _, state = after_prompts(models(0))
     state.save(tmp_path / "state")
@@ -252,7 +303,7 @@ def test_damaged_arrays_are_refused(models, tmp_path):
 # Several processes
 
 SCRIPT = """
-import sys
+import sys, time
 import jax, numpy as np
 jax.config.update("jax_num_cpu_devices", 4)
 folder, address, path, fails, me = sys.argv[1:]
@@ -275,7 +326,12 @@ except Exception as error:
     moved = None
 if moved is not None:
     moved.save(path)
-    again = kj.load_state(path, b)
+    try:
+        again = kj.load_state(path + "nowhere" if fails == me + " reads" else path, b)
+    except Exception as error:
+        print("FAILED", type(error).__name__, error)
+        time.sleep(3)  # the other still reads that this one failed
+        sys.exit()
     logits, _ = b.decode(again, np.array([5, 6, 7]))
     print("TOKENS", to_host(logits).argmax(-1).tolist())
 """
@@ -304,6 +360,9 @@ def test_two_processes_move_and_save_together_or_not_at_all(folder, tmp_path):
     wanted, _ = one.decode(state, NEXT)
     tokens = f"TOKENS {np.asarray(wanted).argmax(-1).tolist()}"
     assert both(folder, tmp_path / "state", "none") == [tokens, tokens]
+    first, second = both(folder, tmp_path / "third", "1 reads")
+    assert first.startswith("FAILED PlacementError reading the state failed on process 1")
+    assert second.startswith("FAILED RequestError") and "holds no state" in second
     first, second = both(folder, tmp_path / "other", "1")
     assert first.startswith("FAILED PlacementError laying out the state failed on process 1")
     assert second.startswith("FAILED ZeroDivisionError")

@@ -129,6 +129,14 @@ def test_a_dense_layer_after_one_with_experts_is_refused_where_rows_are_sliced()
             kj.Placement(rows=rows).check(later, {"model": 2})
 
 
+def test_blocks_that_32_bits_do_not_count_are_refused():
+    kj.Placement(keys="helix", helix_block=2**28).check(MESHED, {"model": 4})
+    kj.Placement(helix_block=2**40).check(MESHED, {"model": 4})
+    for block in (2**29, 5 * 10**9):
+        with pytest.raises(kj.PlacementError, match=f"helix_block: {block} over 4 ranks"):
+            kj.Placement(keys="helix", helix_block=block).check(MESHED, {"model": 4})
+
+
 def test_auto_slices_from_its_number_of_rows():
     place = kj.Placement(rows="auto", sliced_from=9)
     assert [place.slices_rows(rows) for rows in (1, 8, 9, 4096)] == [False, False, True, True]
