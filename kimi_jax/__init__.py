@@ -22,11 +22,13 @@ from .handover import load_state, move
 from .placement import Placement, PlacementError, make_mesh
 from .plan import Plan, plan
 from .reductions import copy_engine_flags
+from .reuse import CacheStats, PrefixCache, Session
 from .runner import Model, RequestError, load
 from .sampling import Greedy, PromptError, Sample, TokenLogprob
 from .tokenizer import TokenizerError
 
 __all__ = [
+    "CacheStats",
     "ChatError",
     "ChatEvent",
     "ChatStream",
@@ -40,10 +42,12 @@ __all__ = [
     "Placement",
     "PlacementError",
     "Plan",
+    "PrefixCache",
     "PromptError",
     "Reply",
     "RequestError",
     "Sample",
+    "Session",
     "TokenLogprob",
     "TokenizerError",
     "ToolCall",

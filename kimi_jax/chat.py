@@ -20,12 +20,12 @@ segment on its own, so that no text can end a message or begin one. The definiti
 import dataclasses
 import json
 import re
-import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from .generate import Usage, overlap
+from .reuse import PrefixCache, Session
 from .sampling import Sample, TokenLogprob
 from .tokenizer import Tokenizer, TokenizerError
 
@@ -655,12 +655,11 @@ class ChatStream(Iterator[ChatEvent]):
         self._events = events
         self._parser = parser
         self._end = end
-        self._prompt_tokens = prompt_tokens
         self._ready: deque[ChatEvent] = deque()
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprob] = []
         self._reason: str | None = None
-        self._times: list[float] = []  # of the start, the first token, the latest token
+        self._usage = Usage(prompt_tokens, 0, 0.0, 0.0)
 
     def __next__(self) -> ChatEvent:
         while not self._ready:
@@ -680,18 +679,12 @@ class ChatStream(Iterator[ChatEvent]):
         parser, reason = self._parser, self._reason or "interrupted"
         if reason == "stop" and parser.tool_calls:
             reason = "tool_calls"
-        usage = Usage(
-            prompt_tokens=self._prompt_tokens,
-            generated_tokens=len(self._tokens),
-            prefill_seconds=self._times[1] - self._times[0] if self._times else 0.0,
-            decode_seconds=self._times[-1] - self._times[1] if self._times else 0.0,
-        )
         return Reply(
             thinking="".join(parser.thinking),
             text="".join(parser.text),
             tool_calls=list(parser.tool_calls),
             finish_reason=reason,
-            usage=usage,
+            usage=dataclasses.replace(self._usage, generated_tokens=len(self._tokens)),
             tokens=list(self._tokens),
             logprobs=list(self._logprobs) if self._logprobs else None,
             problems=tuple(parser.problems),
@@ -699,9 +692,9 @@ class ChatStream(Iterator[ChatEvent]):
 
     def _step(self) -> None:
         """One more token of the model."""
-        began = self._times[:2] or [time.perf_counter()]
         event = next(self._events, None)
-        self._times = [*began, time.perf_counter()]
+        if event is not None:
+            self._usage = event.usage
         if event is None or event.token == self._end:
             return self._finish("stop")
         if event.token is not None:
@@ -735,6 +728,10 @@ def chat(
     stop: str | Sequence[str] | None = None,
     stop_tokens: Sequence[int] | None = None,
     logprobs: bool | int = False,
+    logit_bias: Mapping[int, float] | None = None,
+    min_new_tokens: int = 0,
+    prefix_cache: PrefixCache | None = None,
+    session: Session | None = None,
 ) -> Reply | ChatStream:
     """The model's reply to a conversation, or with `stream` its events as they are made.
 
@@ -762,6 +759,10 @@ def chat(
         seed=seed,
         stop_tokens=[*model.config.eos, end] if stop_tokens is None else stop_tokens,
         logprobs=logprobs,
+        logit_bias=logit_bias,
+        min_new_tokens=min_new_tokens,
+        prefix_cache=prefix_cache,
+        session=session,
     )
     streamed = ChatStream(events, parser, len(prompt), end)
     if stream:

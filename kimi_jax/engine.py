@@ -5,7 +5,7 @@ the rows that decode, and leave room for the next when they end.
 import collections
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -18,7 +18,9 @@ from .sampling import Rows, TokenLogprob
 
 if TYPE_CHECKING:
     from .generate import Options, Request
+    from .reuse import PrefixCache, Session
     from .runner import Model
+    from .state import State
 
 LOOP = 8  # steps that a loop on the device has room for, at least
 
@@ -31,14 +33,15 @@ class Schedule:
 
     waiting: collections.deque[int]
     free_slots: list[int]
-    free_stages: list[int]
+    free_stages: list[int] | None  # None: a prompt is taken in where it will decode
     staged: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)  # stage: who, slot
     running: dict[int, int] = dataclasses.field(default_factory=dict)  # slot: who
 
     @classmethod
     def of(cls, requests: Sequence[int], slots: int, stages: int) -> "Schedule":
-        """All requests waiting before empty slots."""
-        return cls(collections.deque(requests), list(range(slots)), list(range(stages)))
+        """All requests waiting before empty slots; as many stages as slots are the slots."""
+        free = None if stages == slots else list(range(stages))
+        return cls(collections.deque(requests), list(range(slots)), free)
 
     @property
     def busy(self) -> bool:
@@ -53,9 +56,9 @@ class Schedule:
     def admit(self) -> list[tuple[int, int]]:
         """Let in as many as there is room for: (stage, who)."""
         admitted = []
-        while self.waiting and self.free_slots and self.free_stages:
-            stage, slot = self.free_stages.pop(0), self.free_slots.pop(0)
-            who = self.waiting.popleft()
+        while self.waiting and self.free_slots and self.free_stages != []:
+            who, slot = self.waiting.popleft(), self.free_slots.pop(0)
+            stage = slot if self.free_stages is None else self.free_stages.pop(0)
             self.staged[stage] = (who, slot)
             admitted.append((stage, who))
         return admitted
@@ -63,7 +66,8 @@ class Schedule:
     def begin(self, stage: int) -> int:
         """A prompt is taken in: it decodes from now on, in the slot that is returned."""
         who, slot = self.staged.pop(stage)
-        self.free_stages.append(stage)
+        if self.free_stages is not None:
+            self.free_stages.append(stage)
         self.running[slot] = who
         return slot
 
@@ -85,17 +89,25 @@ def run(
     requests: Sequence["Request"],
     options: "Options",
     log: Callable[[str], None] | None = None,
-) -> Iterator[int]:
+    cache: "PrefixCache | None" = None,
+    session: "Session | None" = None,
+) -> Generator[int, None, None]:
     """Run all requests that have no error yet to their ends; yields after each trip to the device
-    the tokens that it took in or made.
+    the tokens that it took in or made. A session is for one request.
     """
     due = [i for i, one in enumerate(requests) if one.reason is None]
     if due:
-        yield from _Engine(model, requests, due, options, log or (lambda line: None)).steps()
+        engine = _Engine(model, requests, due, options, log or (lambda line: None), cache, session)
+        try:
+            yield from engine.steps()
+        finally:
+            engine.leave()
 
 
 class _Engine:
-    """The states of a run: one whose rows are stages, one whose rows are slots."""
+    """The states of a run: one whose rows are slots and one whose rows are stages, or one for
+    both.
+    """
 
     def __init__(
         self,
@@ -104,51 +116,101 @@ class _Engine:
         due: list[int],
         options: "Options",
         log: Callable[[str], None],
+        cache: "PrefixCache | None",
+        session: "Session | None",
     ):
         self.model, self.requests, self.options, self.log = model, requests, options, log
+        self.cache, self.session = cache, session
         stages = model.program.sizes[DATA]
         wanted = min(options.slots, 1 << (len(due) - 1).bit_length())
         slots = -(-wanted // stages) * stages
         longest = max(len(requests[i].ids) + requests[i].limit for i in due)
-        S = capacity(longest, model.config.max_positions)
         self.schedule = Schedule.of(due, slots, stages)
-        self.slots, self.stages = model.new_state(slots, S), model.new_state(stages, S)
         self.taken = np.zeros(stages, np.int32)  # tokens of each stage's prompt
+        if session:
+            S = capacity(longest, session.max_length)
+            self.slots, self.resumed = session.resume(requests[due[0]].ids, S)
+        else:
+            S = capacity(longest, model.config.max_positions)
+            self.slots, self.resumed = model.new_state(slots, S), 0
+        self.in_place = slots == stages
+        self._stages = self.slots if self.in_place else model.new_state(stages, S)
         self.fixed = self._fixed()
+
+    @property
+    def stages(self) -> "State":
+        """The state that prompts are taken into."""
+        return self.slots if self.in_place else self._stages
+
+    @stages.setter
+    def stages(self, state: "State") -> None:
+        if self.in_place:
+            self.slots = state
+        else:
+            self._stages = state
 
     def steps(self) -> Iterator[int]:
         """Chunks of prompts and trips of decoding in turns, until nobody is left."""
         while self.schedule.busy:
             for stage, who in self.schedule.admit():
-                self.taken = np.where(np.arange(len(self.taken)) == stage, 0, self.taken)
-                self.requests[who].began = time.perf_counter()
-                self.log(f"request {who}: {len(self.requests[who].ids)} prompt tokens")
+                yield self._admit(stage, who)
             if self.schedule.staged:
                 yield self._take_in()
             if self.schedule.running:
                 yield self._decode()
 
+    def leave(self) -> None:
+        """The run is over, or left: a session gets its state back, unless it cannot be used."""
+        if self.session and self.requests[0].reason != "error":
+            self.session.keep(self.slots, self.requests[0].ids + self.requests[0].made)
+
+    def _admit(self, stage: int, who: int) -> int:
+        """A request enters a stage, with what is known of its prompt."""
+        one, known = self.requests[who], self.resumed
+        one.began = time.perf_counter()
+        if self.cache and not known:
+            self.stages, known = self.cache.restore(self.stages, stage, one.ids)
+        self.taken = np.where(np.arange(len(self.taken)) == stage, known, self.taken)
+        one.cached = known
+        self.log(f"request {who}: {len(one.ids)} prompt tokens, {known} of them known")
+        return known
+
     def _take_in(self) -> int:
         """The next chunk of every staged prompt; those that are complete move to their slots."""
-        stages, chunk = len(self.taken), self.model.chunk
         parts = {
-            stage: self.requests[who].ids[self.taken[stage] :][:chunk]
+            stage: self.requests[who].ids[self.taken[stage] :][: self.model.chunk]
             for stage, (who, _) in self.schedule.staged.items()
         }
-        lengths = np.array([len(parts.get(i, ())) for i in range(stages)], np.int32)
-        tokens = np.zeros((stages, lengths.max()), np.int32)
+        lengths = np.array([len(parts.get(i, ())) for i in range(len(self.taken))], np.int32)
+        if lengths.any():
+            self._advance(parts, lengths)
+        for stage, (who, _) in list(self.schedule.staged.items()):
+            one = self.requests[who]
+            if self.cache and lengths[stage] == self.model.chunk:
+                self.cache.add(self.stages, stage, one.ids[: self.taken[stage]])
+            if self.taken[stage] == len(one.ids):
+                self._begin(stage, one)
+        return int(lengths.sum())
+
+    def _advance(self, parts: dict[int, list[int]], lengths: np.ndarray) -> None:
+        tokens = np.zeros((len(lengths), lengths.max()), np.int32)
         for stage, part in parts.items():
             tokens[stage, : len(part)] = part
-        state = dataclasses.replace(self.stages, length=self._on_mesh(self.taken))
+        staged = np.isin(np.arange(len(lengths)), list(parts))
+        begins = np.where(staged, self.taken, to_host(self.stages.length)).astype(np.int32)
+        state = dataclasses.replace(self.stages, length=self._on_mesh(begins))
         logits, self.stages = self.model._advance(state, tokens, lengths)
         jax.block_until_ready(logits)  # what is measured has happened
         self.taken = self.taken + lengths  # anew: a device may look at the numbers it was given
-        for stage, (who, _) in list(self.schedule.staged.items()):
-            if self.taken[stage] == len(self.requests[who].ids):
-                slot = self.schedule.begin(stage)
-                self.slots = self.model.program.transfer(self.stages, stage, self.slots, slot)
-                self.requests[who].ready = time.perf_counter()
-        return int(lengths.sum())
+
+    def _begin(self, stage: int, one: "Request") -> None:
+        """A prompt is complete: it decodes from now on."""
+        slot = self.schedule.begin(stage)
+        if not self.in_place:
+            self.slots = self.model.program.transfer(self.stages, stage, self.slots, slot)
+        if self.session:
+            self.session.mark(self.slots)
+        one.ready = time.perf_counter()
 
     def _decode(self) -> int:
         """A trip: some steps for all slots, and what became of each request."""
@@ -161,6 +223,7 @@ class _Engine:
         ids, usable, chosen, best_ids, best = map(to_host, made)
         before = sum(len(one.tokens) for one in running.values())
         for slot, one in running.items():
+            one.made += ids[:n, slot].tolist()
             for i in range(n):
                 top = tuple(zip(best_ids[i, slot].tolist(), best[i, slot].tolist(), strict=True))
                 token = int(ids[i, slot])

@@ -1,5 +1,6 @@
 """From prompts to continuations: options, requests, and text put back together."""
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,6 +11,7 @@ import numpy as np
 from .engine import run
 from .placement import agree
 from .progress import Progress
+from .reuse import PrefixCache, Session
 from .sampling import PromptError, Sample, TokenLogprob, is_whole
 from .tokenizer import Tokenizer
 
@@ -51,14 +53,15 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """A piece of a stream: text that is now certain (maybe none yet), the token behind it, and at
-    the end the reason.
+    """A piece of a stream: text that is now certain (maybe none yet), the token behind it, what the
+    reply has taken so far, and at the end the reason.
     """
 
     text: str
     token: int | None
     logprob: TokenLogprob | None = None
     finish_reason: str | None = None
+    usage: Usage = Usage(0, 0, 0.0, 0.0)
 
 
 class TextBuilder:
@@ -116,11 +119,13 @@ class Request:
     seed: int
     builder: TextBuilder
     tokens: list[int] = dataclasses.field(default_factory=list)
+    made: list[int] = dataclasses.field(default_factory=list)  # also behind the reply's end
     text: list[str] = dataclasses.field(default_factory=list)
     logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
     reason: str | None = None
     error: str | None = None
     late: bool = False  # it ended without a token of its own, or text came behind the last one
+    cached: int = 0  # prompt tokens that were known
     began: float = 0.0
     ready: float = 0.0
     ended: float = 0.0
@@ -152,6 +157,12 @@ class Request:
     def fail(self, why: str) -> None:
         """End with an error of its own."""
         self.reason, self.error = "error", why
+
+    def usage(self, count: int) -> Usage:
+        """What it has taken, with so many tokens of the reply."""
+        prefill = max(0.0, self.ready - self.began)
+        decode = max(0.0, (self.ended or time.perf_counter()) - self.ready) if self.ready else 0.0
+        return Usage(len(self.ids), count, prefill, decode, self.cached)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -329,6 +340,8 @@ def generate(
     min_new_tokens: int = 0,
     slots: int = SLOTS,
     trip: int = TRIP,
+    prefix_cache: PrefixCache | None = None,
+    session: Session | None = None,
     progress: bool | None = None,
     verbose: bool = False,
 ) -> list[Completion]:
@@ -340,7 +353,9 @@ def generate(
     that end a reply and are cut from it. `stop_tokens`: ids that end it (None: the config's end
     ids, []: none), not before `min_new_tokens`. `logprobs`: True, or how many best tokens to report
     beside the chosen one. `logit_bias`: numbers added to the logits of ids. `trip`: steps that run
-    on the device before the host sees their tokens. `verbose` prints a line per event.
+    on the device before the host sees their tokens. `prefix_cache`: a `PrefixCache`, which gives
+    and keeps what prompts begin with. `session`: a `Session` whose tokens the one prompt continues,
+    those included (`Session.generate` takes the new ones alone). `verbose` prints a line per event.
 
     Options and prompts that make no sense raise `PromptError` before anything runs. A prompt that
     leaves no room for a reply, and logits that cannot be used, are the error of their own result.
@@ -351,12 +366,15 @@ def generate(
         top_p=top_p, top_k=top_k, stop=stop, stop_tokens=stop_tokens, logprobs=logprobs,
         logit_bias=logit_bias, min_new_tokens=min_new_tokens, slots=slots, trip=trip,
     )  # fmt: skip
-    requests = _requests(model, _encoded(model, many), options)
-    agree("prompts and options", [one.ids for one in requests], options)
+    requests = _requests(model, _encoded(model, many), options, prefix_cache, session)
     total = sum(len(one.ids) + one.limit for one in requests)
-    with Progress("generating", total, show=progress) as bar:
-        for advanced in run(model, requests, options, log=_say if verbose else None):
+    log = _say if verbose else None
+    trips = run(model, requests, options, log, prefix_cache, session)
+    with contextlib.closing(trips), Progress("generating", total, show=progress) as bar:
+        for advanced in trips:
             bar.advance(advanced)
+    if session and not requests[0].error:
+        session.tokens = requests[0].ids + requests[0].tokens
     return [_completion(one, model, options) for one in requests]
 
 
@@ -380,6 +398,8 @@ def stream(
     logit_bias: Mapping[int, float] | None = None,
     min_new_tokens: int = 0,
     trip: int = 4,
+    prefix_cache: PrefixCache | None = None,
+    session: Session | None = None,
 ) -> Iterator[Event]:
     """Continue one prompt, yielding an `Event` per token, in groups of up to `trip`; the texts
     joined are `generate`'s text. Closing the iterator ends it.
@@ -392,29 +412,63 @@ def stream(
         top_p=top_p, top_k=top_k, stop=stop, stop_tokens=stop_tokens, logprobs=logprobs,
         logit_bias=logit_bias, min_new_tokens=min_new_tokens, trip=trip,
     )  # fmt: skip
-    (request,) = _requests(model, _encoded(model, [prompt]), options)
-    agree("prompt and options", request.ids, options)
+    (request,) = _requests(model, _encoded(model, [prompt]), options, prefix_cache, session)
     if request.error:
         raise PromptError(request.error)
-    return _events(model, request, options)
+    events = _events(model, request, options, prefix_cache, session)
+    if session:
+        session.end_turn(follow=events)
+    return events
 
 
-def _events(model: "Model", request: Request, options: Options) -> Iterator[Event]:
+def _events(
+    model: "Model",
+    request: Request,
+    options: Options,
+    cache: PrefixCache | None,
+    session: Session | None,
+) -> Iterator[Event]:
+    if session:
+        session.tokens = list(request.ids)
     sent = 0
-    for _ in run(model, [request], options):
-        if request.error:
-            raise FloatingPointError(request.error)
-        while sent < len(request.tokens):
-            logprob = request.logprobs[sent] if options.logprobs else None
-            last = request.reason if sent + 1 == len(request.tokens) and not request.late else None
-            yield Event(request.text[sent], request.tokens[sent], logprob, last)
-            sent += 1
+    with contextlib.closing(run(model, [request], options, None, cache, session)) as trips:
+        for _ in trips:
+            if request.error:
+                raise FloatingPointError(request.error)
+            while sent < len(request.tokens):
+                sent += 1
+                if session:
+                    session.tokens.append(request.tokens[sent - 1])
+                yield _event(request, options, sent)
     if request.late or not request.tokens:
-        yield Event("".join(request.text[sent:]), None, None, request.reason)
+        rest = "".join(request.text[sent:])
+        yield Event(rest, None, None, request.reason, request.usage(sent))
 
 
-def _requests(model: "Model", encoded: list[list[int]], options: Options) -> list[Request]:
-    limit = model.config.max_positions
+def _event(request: Request, options: Options, count: int) -> Event:
+    """The last of so many tokens."""
+    at = count - 1
+    last = request.reason if count == len(request.tokens) and not request.late else None
+    logprob = request.logprobs[at] if options.logprobs else None
+    return Event(request.text[at], request.tokens[at], logprob, last, request.usage(count))
+
+
+def _requests(
+    model: "Model",
+    encoded: list[list[int]],
+    options: Options,
+    cache: PrefixCache | None,
+    session: Session | None,
+) -> list[Request]:
+    """The requests of a run, alike on all processes; what they use of earlier ones must fit."""
+    for reused in (cache, session):
+        if reused:
+            reused.refuse_other(model)
+    if session and len(encoded) != 1:
+        raise PromptError(f"a session continues one prompt, got {len(encoded)}")
+    known = (cache and cache.stats, session and session.tokens)
+    agree("prompts and options", encoded, options, known)
+    limit = session.max_length if session else model.config.max_positions
     requests = [
         Request(
             ids,
@@ -434,9 +488,7 @@ def _requests(model: "Model", encoded: list[list[int]], options: Options) -> lis
 
 
 def _completion(one: Request, model: "Model", options: Options) -> Completion:
-    prefill, decode = max(0.0, one.ready - one.began), max(0.0, one.ended - one.ready)
-    usage = Usage(len(one.ids), len(one.tokens), prefill, decode)
     text = "".join(one.text) if model.tokenizer else None
     assert one.reason is not None
     logprobs = one.logprobs if options.logprobs else None
-    return Completion(one.tokens, text, one.reason, logprobs, usage, one.error)
+    return Completion(one.tokens, text, one.reason, logprobs, one.usage(len(one.tokens)), one.error)

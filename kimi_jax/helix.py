@@ -5,6 +5,7 @@ Whole keys are the case of one rank. Positions are global: a prompt's and those 
 """
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -54,6 +55,13 @@ class Stripes:
     def slots(self, positions: int) -> int:
         """The slots that every rank needs for so many positions: as many as the first rank."""
         return int(self.length(positions, 0))
+
+    def window(self, size: int) -> int:
+        """The most slots that a rank needs for positions k size to (k + 1) size, of any k."""
+        lap = self.block * self.ranks
+        begins = np.arange(0, math.lcm(size, lap), size)[:, None]
+        ranks = np.arange(self.ranks)
+        return int(np.max(self.length(begins + size, ranks) - self.length(begins, ranks)))
 
     def most(self, slots: int) -> int:
         """The most positions that so many slots a rank hold: `slots` undone."""

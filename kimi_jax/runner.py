@@ -4,6 +4,7 @@ what users hold.
 
 import dataclasses
 import functools
+import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -35,8 +36,9 @@ from .placement import (
 )
 from .plan import DTYPES, PREFILL_ROWS, device_memory, plan, refuse_what_exceeds
 from .progress import Progress
+from .reuse import Session
 from .sampling import Rows, sample
-from .state import STATE_DIMS, Forms, State, Step
+from .state import STATE_DIMS, Forms, State, Step, row_of, slots_of, with_row, with_slots
 from .tokenizer import Tokenizer
 
 Ids = ArrayLike | Sequence  # whole numbers, as an array or nested lists
@@ -124,7 +126,7 @@ class Program:
                 x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec)
             ),
             jax.eval_shape(lambda: self.empty(B, S)),
-            dataclasses.replace(self.state_specs(), max_length=S),
+            self.state_specs(S),
         )
 
     def other_states_than(self, other: "Program") -> list[str]:
@@ -159,9 +161,9 @@ class Program:
         )  # fmt: skip
         refuse_what_exceeds(planned, device_memory(self.mesh))
 
-    def state_specs(self) -> Any:
-        """The mesh axes of every array of a state, by name."""
-        shapes = jax.eval_shape(lambda: self.empty(1, 1))
+    def state_specs(self, S: int = 1) -> Any:
+        """The mesh axes of every array of a state for S tokens, by name."""
+        shapes = dataclasses.replace(jax.eval_shape(lambda: self.empty(1, 1)), max_length=S)
         return jax.tree_util.tree_map_with_path(
             lambda path, _: self.place.spec(STATE_DIMS[path[-1].name]), shapes
         )
@@ -188,9 +190,11 @@ class Program:
         return model, *model(tokens, state, lengths, step)
 
     def _shard(self, step: Callable, inputs: tuple, outputs: Any) -> Callable:
-        specs = (self.weight_specs, *inputs)
+        return self._on_mesh(step, (self.weight_specs, *inputs), outputs)
+
+    def _on_mesh(self, step: Callable, inputs: tuple, outputs: Any) -> Callable:
         return jax.shard_map(
-            step, mesh=self.mesh, in_specs=specs, out_specs=outputs, check_vma=False
+            step, mesh=self.mesh, in_specs=inputs, out_specs=outputs, check_vma=False
         )
 
     @functools.cached_property
@@ -210,7 +214,7 @@ class Program:
         def whole(
             weights: dict, state: State, tokens: Array, lengths: Array
         ) -> tuple[Array, State]:
-            specs = dataclasses.replace(self.state_specs(), max_length=state.max_length)
+            specs = self.state_specs(state.max_length)
             return self._shard(one, (specs, rows, rows), (rows, specs))(
                 weights, state, tokens, lengths
             )
@@ -245,7 +249,7 @@ class Program:
         by_row = PartitionSpec(DATA)
 
         def whole(weights: dict, state: State, rows: Rows, n: Array) -> tuple[tuple, State]:
-            specs = dataclasses.replace(self.state_specs(), max_length=state.max_length)
+            specs = self.state_specs(state.max_length)
             inputs = (specs, by_row, PartitionSpec())
             outputs = ((PartitionSpec(None, DATA),) * 5, specs)
             return self._shard(one, inputs, outputs)(weights, state, rows, n)
@@ -264,23 +268,15 @@ class Program:
 
         def one(state: State, row: Array, other: State, slot: Array) -> State:
             def put(path: tuple, source: Array, target: Array) -> Array:
-                at = STATE_DIMS[path[-1].name].index("B")
-                own, there = source.shape[at], target.shape[at]
-                mine = jax.lax.dynamic_slice_in_dim(source, row % own, 1, at)
-                picked = all_gather(mine, at, DATA)
-                picked = jax.lax.dynamic_slice_in_dim(picked, row // own, 1, at)
-                here = jax.lax.dynamic_slice_in_dim(target, slot % there, 1, at)
-                new = jnp.where(slot // there == rank(DATA), picked, here)
-                return jax.lax.dynamic_update_slice_in_dim(target, new, slot % there, at)
+                name = path[-1].name
+                return with_row(name, target, slot, row_of(name, source, row))
 
             return jax.tree_util.tree_map_with_path(put, state, other)
 
         def whole(state: State, row: Array, other: State, slot: Array) -> State:
-            specs = dataclasses.replace(self.state_specs(), max_length=state.max_length)
+            specs = self.state_specs(state.max_length)
             inputs = (specs, PartitionSpec(), specs, PartitionSpec())
-            return jax.shard_map(
-                one, mesh=self.mesh, in_specs=inputs, out_specs=specs, check_vma=False
-            )(state, row, other, slot)
+            return self._on_mesh(one, inputs, specs)(state, row, other, slot)
 
         compiled = jax.jit(whole, donate_argnums=2)
 
@@ -289,6 +285,89 @@ class Program:
             return dataclasses.replace(moved, batch=other.batch, home=self)
 
         return run
+
+    @functools.cached_property
+    def take(self) -> Callable:
+        """(state, row, first, width) -> a copy of one row, a `State` whose caches are `width` slots
+        a rank, from position `first` on.
+        """
+
+        def one(width: int, state: State, row: Array, first: Array) -> State:
+            first = self.stripes.length(first, self._key_rank())
+
+            def of(path: tuple, array: Array) -> Array:
+                name = path[-1].name
+                if "S" in STATE_DIMS[name]:
+                    return slots_of(name, array, row, first, width)
+                return row_of(name, array, row)
+
+            return dataclasses.replace(jax.tree_util.tree_map_with_path(of, state), max_length=0)
+
+        def whole(state: State, row: Array, first: Array, width: int) -> State:
+            specs = self.state_specs(state.max_length)
+            inputs = (specs, PartitionSpec(), PartitionSpec())
+            step = functools.partial(one, width)
+            return self._on_mesh(step, inputs, self.row_specs())(state, row, first)
+
+        compiled = jax.jit(whole, static_argnums=3)
+        return lambda state, row, first, width: compiled(
+            state.bare(), np.int32(row), np.int32(first), width
+        )
+
+    @functools.cached_property
+    def put(self) -> Callable:
+        """(state, row, copy, first) -> the state with a row as it was when `take` copied it, of
+        which the positions before `first` must be there already.
+        """
+
+        def one(state: State, row: Array, copy: State, first: Array) -> State:
+            me = self._key_rank()
+            begin, end = (self.stripes.length(at, me) for at in (first, copy.length[0]))
+
+            def into(path: tuple, array: Array, new: Array) -> Array:
+                name = path[-1].name
+                if "S" in STATE_DIMS[name]:
+                    return with_slots(array, row, begin, end, new)
+                return with_row(name, array, row, new)
+
+            copy = dataclasses.replace(copy, max_length=state.max_length)
+            return jax.tree_util.tree_map_with_path(into, state, copy)
+
+        def whole(state: State, row: Array, copy: State, first: Array) -> State:
+            specs = self.state_specs(state.max_length)
+            inputs = (specs, PartitionSpec(), self.row_specs(), PartitionSpec())
+            return self._on_mesh(one, inputs, specs)(state, row, copy, first)
+
+        compiled = jax.jit(whole, donate_argnums=0)
+
+        def run(state: State, row: int, copy: State, first: int) -> State:
+            following = compiled(state.bare(), np.int32(row), copy, np.int32(first))
+            return dataclasses.replace(following, batch=state.batch, home=self)
+
+        return run
+
+    def _key_rank(self) -> int | Array:
+        return 0 if self.stripes.ranks == 1 else rank(MODEL)
+
+    def row_specs(self) -> Any:
+        """The mesh axes of a row that `take` copied: every data rank has it."""
+        return jax.tree.map(
+            lambda spec: PartitionSpec(*(None if axis == DATA else axis for axis in spec)),
+            self.state_specs(0),
+        )
+
+    def row_bytes(self, width: int) -> int:
+        """What a row that `take` copied with so many slots takes of each device."""
+
+        def of(path: tuple, x: Any, spec: PartitionSpec) -> int:
+            slots = width * self.stripes.ranks
+            dims = zip(STATE_DIMS[path[-1].name], x.shape, strict=True)
+            shape = [slots if dim == "S" else size for dim, size in dims]
+            local = NamedSharding(self.mesh, spec).shard_shape(tuple(shape))
+            return math.prod(local) * x.dtype.itemsize
+
+        shapes = dataclasses.replace(jax.eval_shape(lambda: self.empty(1, 1)), max_length=0)
+        return sum(jax.tree.leaves(jax.tree_util.tree_map_with_path(of, shapes, self.row_specs())))
 
     def logits(self, weights: dict, tokens: Array, lengths: Array) -> Array:
         """Logits [B, T, Z] of whole prompts, nothing kept; not jitted, so that it can be
@@ -521,6 +600,12 @@ class Model:
         """
         return conversation.chat(self, messages, tools, thinking, stream, **options)
 
+    def session(self, max_length: int | None = None) -> Session:
+        """A conversation that keeps its state between turns: `generate`, `stream`, `chat`. Its
+        memory grows as it does, or is made once for `max_length` tokens in all.
+        """
+        return Session(self, max_length)
+
 
 def refuse_what_is_no_state(state: Any) -> None:
     """Raise `RequestError` for what no step has left."""
@@ -533,7 +618,7 @@ def refuse_what_is_no_state(state: Any) -> None:
 @functools.lru_cache(maxsize=128)
 def _state_maker(program: Program, batch: int, max_length: int) -> Callable[[], State]:
     """A compiled maker of empty states, kept: a request should not compile one anew."""
-    specs = dataclasses.replace(program.state_specs(), max_length=max_length)
+    specs = program.state_specs(max_length)
     shardings = jax.tree.map(lambda spec: NamedSharding(program.mesh, spec), specs)
     return jax.jit(lambda: program.empty(batch, max_length), out_shardings=shardings)
 

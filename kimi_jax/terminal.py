@@ -107,6 +107,7 @@ class Conversation:
         self._options = options
         self._screen = Screen()
         self._is_typed = sys.stdin.isatty()
+        self._session = model.session()
         self.reset()
         if self._is_typed:
             with contextlib.suppress(ImportError):  # not on every system; with it, input() has
@@ -116,6 +117,7 @@ class Conversation:
         """Forgets all but the system prompt."""
         self.messages = [{"role": "system", "content": self._system}] if self._system else []
         self.total = Total()
+        self._session.reset()
 
     def run(self) -> None:
         """Takes turns until the end."""
@@ -173,7 +175,9 @@ class Conversation:
         if replies:  # one seed would draw alike in each reply
             seed = (seed + replies) % 2**31
         try:
-            reply = self._show(self._model.chat(messages, stream=True, **self._options, seed=seed))
+            reply = self._show(
+                self._session.chat(messages, stream=True, **self._options, seed=seed)
+            )
         except (ChatError, PromptError, FloatingPointError) as error:
             if not self._is_typed:
                 raise

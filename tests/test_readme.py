@@ -4,6 +4,8 @@ import re
 
 from conftest import ROOT
 
+import kimi_jax as kj
+
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -14,6 +16,16 @@ def test_the_python_of_the_first_screen_runs(monkeypatch, capsys):
     exec(compile(block[1], "README.md", "exec"), names)
     assert len(capsys.readouterr().out) > 20
     assert names["reply"].text and names["logits"].shape[:2] == (1, len(names["reply"].tokens))
+
+
+def test_the_python_of_reuse_runs(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    names = {"kj": kj, "model": kj.load("kimi_jax/shipped")}
+    exec(
+        compile(re.search(r"```python\n(session = .*?)```", TEXT, re.S)[1], "README.md", "exec"),
+        names,
+    )
+    assert names["reply"].usage.cached_tokens > 20 and names["cache"].stats.lookups == 2
 
 
 def test_the_first_screen_is_25_lines():
