@@ -220,10 +220,9 @@ def score_cache(
 
     def one(i: Array, scores: Array) -> Array:
         first = jnp.minimum(i * block, S - block)
-        keys, _ = read_block(cache, first, block, q.dtype, step)
-        return jax.lax.dynamic_update_slice_in_dim(scores, score(q, w, keys), first, 2)
+        keys, held = read_block(cache, first, block, q.dtype, step)
+        seen = jnp.where(held <= positions[..., None], score(q, w, keys), -jnp.inf)
+        return jax.lax.dynamic_update_slice_in_dim(scores, seen, first, 2)
 
     blocks = (step.held + block - 1) // block
-    scores = jax.lax.fori_loop(0, blocks, one, jnp.full((B, T, S), -jnp.inf, dtype))
-    causal = step.positions_of(jnp.arange(S, dtype=jnp.int32)) <= positions[..., None]
-    return jnp.where(causal, scores, -jnp.inf)
+    return jax.lax.fori_loop(0, blocks, one, jnp.full((B, T, S), -jnp.inf, dtype))

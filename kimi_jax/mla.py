@@ -29,7 +29,7 @@ from .layers import HIGHEST, at_least_float32, linear, rms_norm, weight, widen
 from .state import MLAState, Step, from_cache, read_block, write_rows
 
 KEY_BLOCK = 512
-GATHER_ELEMENTS = 2**23  # latent elements gathered at once by a block of queries
+BLOCK_ELEMENTS = 2**23  # latent elements, or scores, of a block of queries that selects
 DENSE_ELEMENTS = 2**26  # scores of a block of keys, or values, of a block of queries
 
 
@@ -244,37 +244,55 @@ class MLA(nnx.Module):
         return jax.lax.cond(few, lambda: dense(step.stripes.slots(U)), sparse)
 
     def _sparse(self, q: Array, x: Array, latent: Array, state: MLAState, step: Step) -> Partial:
-        """Select and attend, a block of queries at a time, so that memory follows the block and not
-        the prompt; ranks agree on what is kept once, between the blocks.
+        """Attention over the rows that are selected, a block of queries at a time."""
+        chosen, kept = self.select(x, latent, state, step)
+
+        def attend(block: tuple[Array, Array, Array]) -> Partial:
+            q, chosen, kept = block
+            C = self.config.kv_rank
+            return attend_selected(q, state.latents, step.group, chosen, kept, C, self._scale)
+
+        return over_queries(attend, (q, chosen, kept), step.valid, self._queries(state, step))
+
+    @jax.named_scope("indexer")
+    def select(
+        self, x: Array, latent: Array, state: MLAState, step: Step
+    ) -> tuple[Int[Array, "B T U"], Bool[Array, "B T U"]]:
+        """The slots of this rank's best keys for each query, and which of them are kept.
+
+        Scores are made a block of queries at a time, so that memory follows the block and not the
+        prompt; ranks agree on what is kept once, behind the blocks.
         """
-        C, U, keys = self.config.kv_rank, self.config.index_topk, state.index_keys
+        U, keys = self.config.index_topk, state.index_keys
         assert keys is not None
-        (B, T), S = step.positions.shape, keys.shape[2]
-        size = max(1, min(T, GATHER_ELEMENTS // (B * min(U, S) * q.shape[-1])))
 
         def find(block: tuple[Array, Array, Array]) -> tuple[Array, Array]:
             return candidates(self._scores(*block[:2], keys, block[2], step), U)
 
-        def attend(block: tuple[Array, Array, Array]) -> Partial:
-            q, chosen, kept = block
-            return attend_selected(q, state.latents, step.group, chosen, kept, C, self._scale)
-
+        size = self._queries(state, step)
         best, chosen = over_queries(find, (x, latent, step.positions), step.valid, size)
-        with jax.named_scope("selection"):
-            limit = S * step.stripes.ranks
-            kept = best > -jnp.inf
-            if step.stripes.ranks > 1:
-                kept = keep_best(best, step.positions_of(chosen), U, limit)
-        return over_queries(attend, (q, chosen, kept), step.valid, size)
+        if step.stripes.ranks == 1:
+            return chosen, best > -jnp.inf
+        limit = keys.shape[2] * step.stripes.ranks
+        return chosen, keep_best(best, step.positions_of(chosen), U, limit)
+
+    def _queries(self, state: MLAState, step: Step) -> int:
+        """Queries of a block, by what the largest array of it holds for each: a row per chosen key,
+        or a score per slot, which top_k reads and writes.
+        """
+        _, B, S, R = state.latents.shape
+        each = max(min(self.config.index_topk, S) * R, 2 * S)
+        return max(1, BLOCK_ELEMENTS // (B * each))
 
 
 def over_queries(one, arrays: tuple[Array, ...], valid: Bool[Array, "B T"], size: int):
-    """Apply `one` to blocks of `size` queries [B, size, ...] in turn and join them; blocks of
-    padding are skipped, and zero in what `one` returns.
+    """Apply `one` to blocks of at most `size` queries [B, size, ...] in turn and join them; blocks
+    of padding are skipped, and zero in what `one` returns.
     """
     B, T = valid.shape
     if size >= T:
         return one(arrays)
+    size = -(-T // -(-T // size))  # blocks alike: 256 queries by 204 are two of 128
 
     def split(x: Array) -> Array:
         padded = jnp.pad(x, ((0, 0), (0, -T % size), *[(0, 0)] * (x.ndim - 2)))

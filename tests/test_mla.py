@@ -494,8 +494,8 @@ def test_blocks_of_queries_do_not_change_a_sparse_layer(monkeypatch, small_block
     sparse, _ = pair()
     x, lengths = tokens(2, 11), [11, 7]
     ys = []
-    for elements in (mla_module.GATHER_ELEMENTS, 2 * 6 * 12 * 4):
-        monkeypatch.setattr(mla_module, "GATHER_ELEMENTS", elements)
+    for elements in (mla_module.BLOCK_ELEMENTS, 2 * 6 * 12 * 4):
+        monkeypatch.setattr(mla_module, "BLOCK_ELEMENTS", elements)
         fresh = fresh_mla(sparse.config, 2, 14, x.dtype, fill=math.nan)
         call = quick_jit(lambda x, state, step: sparse(x, state, step))
         ys.append(call(x, fresh, step_of([0, 0], lengths, 11))[0])
