@@ -1,31 +1,42 @@
-"""What `kimi-jax bench` measures: steps of a model, ways of running its experts and of completing
-sums over ranks, compilation.
+"""What `kimi-jax bench` measures: steps of a model, at the end of long contexts too, ways of
+running its experts and of completing sums over ranks, compilation; and the profile that it records.
 
 Figures are medians of one run on one machine; only their ratios mean something elsewhere.
 """
 
 import dataclasses
 import itertools
+import operator
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
 
 from .collectives import DATA, MODEL, all_reduce
 from .config import Config
 from .engine import capacity
-from .model import build, declare
-from .placement import Placement
+from .mla import MLA
+from .model import Stack, build, declare
+from .placement import Placement, to_device
 from .reductions import Reduction, traffic
 from .runner import Model, Program, default_dtype, make_program
+from .state import State, Step
 
 Row = tuple[str | int | float, ...]
 SPEED_COLUMNS = ("step", "batch", "tokens", "compile_s", "step_ms", "tokens_per_s")
+CONTEXT_COLUMNS = (
+    *("step", "context", "batch", "tokens"),
+    *("ms_per_token", "selection_ms", "rest_ms", "rest_by_first"),
+)
+PROFILE_COLUMNS = ("prompts", "prompt_tokens", "new_tokens", "ms")
 COMPILE_COLUMNS = ("trace_s", "lower_s", "compile_s", "argument_bytes", "temporary_bytes")
 EXPERTS_COLUMNS = ("rows", "exchange_ms", "local_ms", "exchange_by_local")
 ROWS_COLUMNS = ("rows", "sliced_ms", "full_ms", "sliced_by_full")
@@ -107,6 +118,108 @@ def _timed(step: Callable, *inputs: Any) -> tuple[float, Any]:
 def _speed(what: str, B: int, T: int, first: float, times: Sequence[float]) -> Row:
     usual = statistics.median(times)
     return what, B, T, max(0.0, first - usual), usual * 1000, B * T / usual
+
+
+def contexts(model: Model, B: int, sizes: Sequence[int]) -> Iterator[Row]:
+    """Milliseconds a token of the last prefill chunk, then of the last decode step, of contexts of
+    such sizes: in all, of selecting keys, which is timed alone, and of the rest; and that rest by
+    the first context's. Contexts take turns; their caches hold noise.
+    """
+    states = [_noisy(model.new_state(B, capacity(S, model.config.max_positions))) for S in sizes]
+    for name, longest in (("prefill", model.chunk), ("decode", 1)):
+        widths = [min(longest, S) for S in sizes]
+        times = _by_context(model, states, sizes, widths, B)
+        first = None
+        for S, T, measured in zip(sizes, widths, times, strict=True):
+            each = zip(*measured, strict=True)
+            whole, alone = (1000 * statistics.median(of) / (B * T) for of in each)
+            first = first or whole - alone
+            yield name, S, B, T, whole, alone, whole - alone, (whole - alone) / first
+
+
+def _by_context(
+    model: Model, states: list[State], sizes: Sequence[int], widths: Sequence[int], B: int
+) -> list[list[tuple[float, float]]]:
+    """The seconds of a step of so many tokens at the end of each context, and of its selection, in
+    turns.
+    """
+    config = model.config
+    sparse = [config.sparse and config.index_topk < S for S in sizes]
+    rows = len(states[0].length)  # completed over the data ranks
+    select = {T: _selection(model, rows, T) for T in widths if any(sparse)}
+    times: list[list[tuple[float, float]]] = [[] for _ in sizes]
+    for _ in range(REPEATS + 1):
+        for at, (S, T) in enumerate(zip(sizes, widths, strict=True)):
+            seen = to_device(np.full(rows, S - T, np.int32), states[at].length.sharding)
+            state = dataclasses.replace(states[at], length=seen)
+            alone = _timed(select[T], state)[0] if sparse[at] else 0.0
+            took, (_, states[at]) = _timed(model.prefill, state, np.zeros((B, T), np.int32))
+            times[at].append((took, alone))
+    return [of[1:] for of in times]
+
+
+def _noisy(state: State) -> State:
+    """The state with noise in every cached row."""
+    rng, number = np.random.default_rng(0), jnp.dtype(state.home.dtype)
+
+    def fill(path: tuple, x: Array) -> Array:
+        if path[-1].name not in ("latents", "index_keys"):
+            return x
+        noise = rng.standard_normal(x.shape, np.float32).astype(number).view(x.dtype)
+        return jax.make_array_from_callback(x.shape, x.sharding, lambda index: noise[index])
+
+    return jax.tree_util.tree_map_with_path(fill, state)
+
+
+def _selection(model: Model, B: int, T: int) -> Callable[[State], list]:
+    """What a step of T tokens a row does to select keys, in all its layers, for tokens of noise."""
+    program, rows = model.program, PartitionSpec(DATA)
+
+    def one(weights: dict, state: State, x: Array, latent: Array) -> list:
+        lengths = jnp.full_like(state.length, T)
+        step = Step.of(state.length, lengths, T, program.forms, program.place, program.sizes)
+        return [
+            layer.select(x, latent, held, dataclasses.replace(step, group=group))
+            for stack, states in zip(program._merge(weights).stacks, state.layers, strict=True)
+            for layer, held, group in _selecting(stack, states)
+        ]
+
+    @jax.jit
+    def whole(weights: dict, state: State, x: Array, latent: Array) -> list:
+        specs = dataclasses.replace(program.state_specs(), max_length=state.max_length)
+        return program._shard(one, (specs, rows, rows), rows)(weights, state, x, latent)
+
+    rng, sharding = np.random.default_rng(0), NamedSharding(model.mesh, rows)
+    x, latent = (
+        to_device(rng.standard_normal((B, T, width), np.float32).astype(model.dtype), sharding)
+        for width in (model.config.hidden, model.config.q_rank)
+    )
+    return lambda state: whole(model.weights, state.bare(), x, latent)
+
+
+def _selecting(stack: Stack, states: Sequence[Any]) -> Iterator[tuple[MLA, Any, int]]:
+    """Every MLA layer of a stack, the state that it finds itself in, and its group there."""
+    for layer, held in zip(stack.layers, states, strict=True):
+        if isinstance(layer.attention, MLA):
+            graph, weights = nnx.split(layer.attention)
+            for group in range(stack.span.groups):
+                own = jax.tree.map(operator.itemgetter(group), weights)
+                yield nnx.merge(graph, own), held, group
+
+
+def profile(model: Model, B: int, T: int, steps: int, folder: Path) -> Row:
+    """Writes a profile of B prompts of T tokens and so many new ones into a folder, after the same
+    once without; its times are those under the profiler.
+    """
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(0, model.config.vocab, (B, T)).tolist()
+    generate = lambda: model.generate(prompts, max_new_tokens=steps, stop_tokens=[])  # noqa: E731
+    generate()
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # the parts of the model, not the lines of Python around them
+    with jax.profiler.trace(folder, profiler_options=options):
+        took, _ = _timed(generate)
+    return B, B * T, B * steps, 1000 * took
 
 
 def compile_step(program: Program, B: int, T: int, slots: int) -> tuple[Any, dict[str, float]]:

@@ -242,7 +242,16 @@ def _add_bench(commands: Any) -> None:
     add("--prompt", type=_positive, metavar="T", help="tokens of a prompt (512; to compile 1)")
     add("--batch", type=_positives, metavar="B,B", help="batch sizes (1,8)")
     add("--steps", type=_positive, metavar="N", help="decode steps to time (16)")
-    add("--context", type=_positive, metavar="S", help="slots of a compiled step (4096)")
+    add(
+        "--context",
+        type=_positives,
+        nargs="?",
+        const=[2048, 8192, 32768],
+        metavar="S,S",
+        help="time steps that end contexts of such lengths (2048,8192,32768), and the selection of "
+        "keys in them; with --compile, slots of the step (4096)",
+    )
+    add("--profile", type=Path, metavar="DIR", help="write a profile of a chunk and some steps")
     add(
         "--experts",
         action="store_true",
@@ -312,6 +321,8 @@ _BENCH_EXAMPLES = """\
   kimi-jax bench --experts --devices 8 --mesh 1x8
   kimi-jax bench --rows --devices 8 --mesh 2x4 --place expert_axes=data,model
   kimi-jax bench --reduce --devices 8 --dtype bfloat16
+  kimi-jax bench --context --shape mini-dsa   what a token costs behind 2,048 to 32,768 others
+  kimi-jax bench --profile /tmp/profile       a chunk and some steps, for xprof or ui.perfetto.dev
   kimi-jax bench --compile k3.1               the released size, from shapes alone
   kimi-jax bench --compile k3.1 --devices 8 --prompt 4096
 
@@ -482,6 +493,17 @@ def _check_folder(path: Path) -> None:
         raise Refused(f"{path}: {'a file and not a' if path.exists() else 'no such'} folder")
     if not (path / "config.json").is_file():
         raise Refused(f"{path}: no checkpoint, it has no config.json")
+
+
+def _make_folder(option: str, folder: Path) -> None:
+    """A folder that can be written, or a refusal."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        said = "a file and not a folder" if folder.is_file() else error.strerror
+        raise Refused(f"{option} {folder}: {said}") from error
+    if not os.access(folder, os.W_OK):
+        raise Refused(f"{option} {folder}: no permission to write there")
 
 
 def _print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -814,24 +836,23 @@ def _part(name: str, config: Any) -> str:
 # bench
 
 
-_RUN_DEFAULTS = {"shape": "mini", "prompt": 512, "batch": [1, 8], "steps": 16, "context": None}
-_COMPILE_DEFAULTS = {"shape": None, "prompt": 1, "batch": [1], "steps": None, "context": 4096}
+_RUN_DEFAULTS = {"shape": "mini", "prompt": 512, "batch": [1, 8], "steps": 16}
+_PROFILE_DEFAULTS = {"shape": "mini", "prompt": 512, "batch": [1], "steps": 4}
+_COMPILE_DEFAULTS = {
+    **{"shape": None, "prompt": 1, "batch": [1], "steps": None, "context": [4096], "profile": None}
+}
 
 
 def _bench(options: argparse.Namespace) -> int:
-    defaults = _COMPILE_DEFAULTS if options.compile else _RUN_DEFAULTS
-    idle = [n for n, value in defaults.items() if value is None and getattr(options, n) is not None]
-    if idle:
-        kind = "--compile runs nothing and" if options.compile else "only --compile"
-        raise Refused(f"{kind} takes {'no ' if options.compile else ''}--{', --'.join(idle)}")
-    for name, value in defaults.items():
-        setattr(options, name, getattr(options, name) or value)
-    if options.dtype == "float64" and (options.compile or options.shape != "shipped"):
-        raise Refused("--dtype float64 is for --shape shipped")
     ways = {"compile": _compiled, "experts": _experts, "rows": _rows, "reduce": _reduce}
+    if not options.compile:
+        ways |= {"context": _contexts, "profile": _profile}
     asked = [name for name in ways if getattr(options, name)]
     if len(asked) > 1:
         raise Refused(f"--{' and --'.join(asked)}: one at a time")
+    _set_defaults(options)
+    if options.dtype == "float64" and (options.compile or options.shape != "shipped"):
+        raise Refused("--dtype float64 is for --shape shipped")
     mesh, place = _mesh(options), _placement(options)
     measure = ways[asked[0]] if asked else _speed
     title, columns, rows = measure(options, mesh, place)
@@ -847,7 +868,22 @@ def _bench(options: argparse.Namespace) -> int:
         _advise_rows(rows)
     if options.reduce:
         _advise_ring(rows)
+    if options.profile:
+        _advise_profile(options.profile)
     return 0
+
+
+def _set_defaults(options: argparse.Namespace) -> None:
+    """What was not given, by what is asked for; a compiled step is told of nothing that runs."""
+    defaults = _PROFILE_DEFAULTS if options.profile else _RUN_DEFAULTS
+    defaults = _COMPILE_DEFAULTS if options.compile else defaults
+    idle = [n for n, value in defaults.items() if value is None and getattr(options, n) is not None]
+    if idle:
+        raise Refused(f"--compile runs nothing and takes no --{', --'.join(idle)}")
+    if options.compile and options.context and len(options.context) > 1:
+        raise Refused(f"--compile takes one --context, got {','.join(map(str, options.context))}")
+    for name, value in defaults.items():
+        setattr(options, name, getattr(options, name) or value)
 
 
 def _say_cell(column: str, value: str | int | float) -> str:
@@ -862,7 +898,7 @@ def _compiled(options: argparse.Namespace, mesh: Any, place: Any) -> tuple[str, 
 
     config, dtype = _named_config(options.compile), options.dtype or "bfloat16"
     program = make_program(config, mesh, place, dtype, packed=config.quantized, scan=True)
-    slots = min(options.context, config.max_positions)
+    slots = min(options.context[0], config.max_positions)
     (B, *_), T = options.batch, options.prompt
     title = f"a step of {options.compile}, {B} x {T} tokens, {slots} slots, {_say_mesh(mesh)}"
     compiled, seconds = bench.compile_step(program, B, T, slots)
@@ -874,20 +910,55 @@ def _compiled(options: argparse.Namespace, mesh: Any, place: Any) -> tuple[str, 
 def _speed(options: argparse.Namespace, mesh: Any, place: Any) -> tuple[str, Any, list]:
     from . import bench
 
-    config = _bench_config(options)
-    needed = options.prompt + options.steps + 1  # the first step is not timed
-    if needed > config.max_positions:
-        raise Refused(
-            f"--prompt {options.prompt} and --steps {options.steps} need a context of {needed} "
-            f"tokens, and that of --shape {options.shape} is {config.max_positions}"
-        )
-    if options.shape == "shipped":
-        model = _load(SHIPPED, options)
-    else:
-        model = bench.random_model(config, mesh, place, options.dtype)
+    model = _bench_model(options, mesh, place)
     title = f"{options.shape}, {model.dtype}, {_say_mesh(mesh)}"
     rows = list(bench.speed(model, options.prompt, options.batch, options.steps))
     return title, bench.SPEED_COLUMNS, rows
+
+
+def _bench_model(options: argparse.Namespace, mesh: Any, place: Any) -> Any:
+    """The model that is measured, once its context is known to hold what it will be given."""
+    from . import bench
+
+    config = _bench_config(options)
+    needed, said = options.prompt + options.steps + 1, f"--prompt {options.prompt} and --steps "
+    said += f"{options.steps} need"  # the first step is not timed
+    if options.context:
+        needed, said = max(options.context), f"--context {max(options.context)} needs"
+    if needed > config.max_positions:
+        raise Refused(
+            f"{said} a context of {needed} tokens, and that of --shape {options.shape} is "
+            f"{config.max_positions}"
+        )
+    if options.shape == "shipped":
+        return _load(SHIPPED, options)
+    model = bench.random_model(config, mesh, place, options.dtype)
+    return dataclasses.replace(model, chunk=options.chunk or model.chunk)
+
+
+def _contexts(options: argparse.Namespace, mesh: Any, place: Any) -> tuple[str, Any, list]:
+    from . import bench
+
+    model = _bench_model(options, mesh, place)
+    title = f"contexts of {options.shape}, {model.dtype}, {_say_mesh(mesh)}"
+    rows = list(bench.contexts(model, options.batch[0], options.context))
+    return title, bench.CONTEXT_COLUMNS, rows
+
+
+def _profile(options: argparse.Namespace, mesh: Any, place: Any) -> tuple[str, Any, list]:
+    from . import bench
+
+    _make_folder("--profile", options.profile)
+    model = _bench_model(options, mesh, place)
+    T = min(options.prompt, model.chunk)
+    row = bench.profile(model, options.batch[0], T, options.steps, options.profile)
+    return f"profile of {options.shape}, {_say_mesh(mesh)}", bench.PROFILE_COLUMNS, [row]
+
+
+def _advise_profile(folder: Path) -> None:
+    trace = max(folder.glob("plugins/profile/*/*.trace.json.gz"), key=os.path.getmtime)
+    _write(f"parts by name: pip install xprof tensorboard; tensorboard --logdir {folder}\n")
+    _write(f"times alone: open {trace} at https://ui.perfetto.dev\n")
 
 
 def _experts(options: argparse.Namespace, mesh: Any, place: Any) -> tuple[str, Any, list]:

@@ -186,6 +186,7 @@ class Indexer(nnx.Module):
         self.k_norm = weight(dtype, I=I)
         self.k_bias = weight(dtype, I=I)
 
+    @jax.named_scope("indexer")
     def keys(self, x: Float[Array, "B T D"]) -> Float[Array, "B T I"]:
         """The keys that the cache holds for new tokens."""
         return layer_norm(

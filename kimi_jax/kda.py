@@ -271,6 +271,7 @@ class KDA(nnx.Module):
             self.w_gate_b = weight(dtype, HV=(H, V), V=V)
         self.w_o = weight(dtype, D=D, HV=(H, V))
 
+    @jax.named_scope("kda")
     def __call__(
         self, x: Float[Array, "B T D"], state: KDAState, step: Step
     ) -> tuple[Array, KDAState]:

@@ -93,12 +93,13 @@ class MLP(nnx.Module):
 
     def __init__(self, config: Config, width: int, dtype: DTypeLike, letter: str = "F"):
         D = config.hidden
-        self.config = config
+        self.config, self.role = config, "shared" if letter == "X" else "dense"
         self.w_gate = weight(dtype, nnx.Param, **{letter: width, "D": D})
         self.w_up = weight(dtype, nnx.Param, **{letter: width, "D": D})
         self.w_down = weight(dtype, nnx.Param, **{"D": D, letter: width})
 
     def __call__(self, x: Float[Array, "P D"]) -> Float[Array, "P D"]:
         """x [P, D] -> this rank's partial sum [P, D]."""
-        hidden = situ(linear(x, self.w_gate[...]), linear(x, self.w_up[...]), self.config)
-        return linear(hidden.astype(x.dtype), self.w_down[...])
+        with jax.named_scope(self.role):
+            hidden = situ(linear(x, self.w_gate[...]), linear(x, self.w_up[...]), self.config)
+            return linear(hidden.astype(x.dtype), self.w_down[...])

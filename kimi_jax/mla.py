@@ -159,6 +159,7 @@ class MLA(nnx.Module):
         if config.sparse:
             self.indexer = Indexer(config, dtype)
 
+    @jax.named_scope("mla")
     def __call__(
         self, x: Float[Array, "B T D"], state: MLAState, step: Step
     ) -> tuple[Array, MLAState]:

@@ -195,8 +195,8 @@ class Kimi(nnx.Module):
             x, bank, states, mixed = stack(x, bank, states, step)
             layers.append(states)
             mixtures.extend(mixed)
-        mixed, weights = self.residual(x, bank, self.config.bank_rows)
         with jax.named_scope("output"):
+            mixed, weights = self.residual(x, bank, self.config.bank_rows)
             out = step.enter(rms_norm(mixed, self.norm[...], self.config.norm_eps))
         last = jnp.take_along_axis(out, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
         hidden = jnp.where((lengths > 0)[:, None], last, state.hidden)

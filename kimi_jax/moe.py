@@ -300,7 +300,7 @@ class MoE(nnx.Module):
         """
         active = step.valid.reshape(-1)
         shared = self._shared_partial(x, step)
-        z, logits = linear(x, self.w_latent_down[...]), linear_wide(x, self.w_router[...])
+        z, logits = linear(x, self.w_latent_down[...]), self._logits(x)
         if step.place.latent == "whole":
             partial = self._own_experts(z, *self._route(logits, active), step)
             both = jnp.concatenate([partial, shared], axis=1)
@@ -313,9 +313,11 @@ class MoE(nnx.Module):
         routed = linear(collectives.own_columns(self._norm(total)), self.w_latent_up[...])
         return collectives.all_reduce(routed + shared, step.reduce)
 
+    @jax.named_scope("experts")
     def _dispatched(self, z: Array, ids: Array, weights: Array, step: Step) -> Array:
         return dispatched(z, ids, weights, self.experts, step)
 
+    @jax.named_scope("experts")
     def _own_experts(self, z: Array, ids: Array, weights: Array, step: Step) -> Array:
         """The latent sums of this rank's experts over the rows of all ranks that hold others, which
         are gathered, and their sums handed back: partial where every model rank holds all rows,
@@ -333,7 +335,7 @@ class MoE(nnx.Module):
     def _enter(self, own: Array, every: Array, step: Step) -> tuple[Array, Array]:
         """Latent rows [c, L] and router logits [c, E] of this rank's own rows."""
         x = own if step.place.latent == "whole" else every
-        z, logits = linear(x, self.w_latent_down[...]), linear_wide(x, self.w_router[...])
+        z, logits = linear(x, self.w_latent_down[...]), self._logits(x)
         if step.place.latent == "whole":
             return z, logits
         return self._split(collectives.columns_to_rows(to_bits(z, logits)), z, logits)
@@ -344,6 +346,11 @@ class MoE(nnx.Module):
         z, logits = (part.reshape(len(part), -1) for part in parts)
         return z, logits[:, : self.config.experts]
 
+    @jax.named_scope("router")
+    def _logits(self, x: Array) -> Array:
+        return linear_wide(x, self.w_router[...])
+
+    @jax.named_scope("router")
     def _route(self, logits: Array, active: Array) -> tuple[Array, Array]:
         ids, weights = route(logits, self.router_bias[...], self.config)
         return jnp.where(active[:, None], ids, -1), weights

@@ -75,6 +75,7 @@ class Mix(nnx.Module):
         self.norm = weight(dtype, D=config.hidden)
         self.proj = weight(dtype, D=config.hidden)
 
+    @jax.named_scope("mix")
     def __call__(self, x: Array, bank: Array, count: int | Array) -> tuple[Array, Array]:
         """`mix` of x and the bank under these weights."""
         return mix(x, bank, count, widen(self.norm[...]) * widen(self.proj[...]), self.eps)

@@ -232,7 +232,9 @@ class Program:
 
             def step(i: Array, carry: tuple) -> tuple:
                 state, rows, made = carry
-                chosen = sample(model.head_logits(state.hidden), rows)
+                logits = model.head_logits(state.hidden)
+                with jax.named_scope("sample"):
+                    chosen = sample(logits, rows)
                 made = jax.tree.map(lambda all, new: all.at[i].set(new), made, chosen)
                 rows = rows.after(*chosen[:2])
                 tokens = jnp.where(rows.active, chosen[0], 0)[:, None]

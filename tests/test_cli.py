@@ -235,6 +235,14 @@ def test_compile_of_no_config(run, tmp_path):
     assert_refused(run("bench", "--compile", tmp_path), f"{tmp_path}: no checkpoint", "config.json")
 
 
+def test_contexts_that_cannot_be_measured(run):
+    words = ("bench", "--compile", "k3", "--context", "8,16")
+    assert_refused(run(*words), "--compile takes one --context, got 8,16")
+    result = run("bench", "--context", "128,100000")
+    assert_refused(result, "--context 100000 needs", "that of --shape mini is 65536")
+    assert_refused(run("bench", "--context", "--rows"), "--rows and --context: one at a time")
+
+
 def test_compile_takes_no_option_of_a_measurement(run):
     words = ("bench", "--compile", "k3", "--steps", 16, "--shape", "mini")
     assert_refused(run(*words), "--compile runs nothing and takes no --shape, --steps")
@@ -377,6 +385,48 @@ def test_bench_measures_random_weights(run, monkeypatch):
     rows = [json.loads(line) for line in out.splitlines()]
     assert code == 0 and [row["step"] for row in rows] == ["prefill", "decode"]
     assert all(row["tokens_per_s"] > 0 and row["compile_s"] >= 0 for row in rows)
+
+
+def test_bench_measures_the_ends_of_contexts(run, monkeypatch):
+    """8 tokens attend to all keys, 40 to 8 of them: selection takes time there alone."""
+    monkeypatch.setattr(bench, "mini", lambda sparse: CONFIG)
+    monkeypatch.setattr(bench, "REPEATS", 1)
+    place = [f"--place={one}" for one in ("keys=helix", "helix_block=4", "pad=vocab")]
+    code, out, _ = run(
+        "bench", "--context", "8,40", "--chunk", 8, "--mesh", "1x2", *place, "--json"
+    )
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert code == 0
+    steps = [(row["step"], row["context"], row["tokens"]) for row in rows]
+    assert steps == [("prefill", 8, 8), ("prefill", 40, 8), ("decode", 8, 1), ("decode", 40, 1)]
+    assert [row["selection_ms"] > 0 for row in rows] == [False, True] * 2
+    for row in rows:
+        assert row["ms_per_token"] == pytest.approx(row["selection_ms"] + row["rest_ms"])
+    assert rows[0]["rest_by_first"] == rows[2]["rest_by_first"] == 1
+
+
+def test_a_profile_names_the_parts_and_says_how_it_is_opened(run, monkeypatch, tmp_path):
+    monkeypatch.setattr(bench, "mini", lambda sparse: CONFIG)
+    code, out, _ = run("bench", "--profile", tmp_path / "new", "--prompt", 8, "--steps", 2)
+    assert code == 0 and f"tensorboard --logdir {tmp_path / 'new'}" in out
+    (trace,) = (tmp_path / "new").rglob("*.trace.json.gz")
+    assert f"open {trace} at https://ui.perfetto.dev" in out
+    (recorded,) = (tmp_path / "new").rglob("*.xplane.pb")
+    names = recorded.read_bytes()
+    for part in (b"embedding", b"layer_0/attention/kda", b"layer_2/attention/mla", b"sample"):
+        assert part in names
+
+
+def test_a_profile_that_cannot_be_written_is_refused_before_anything_is_built(
+    run, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(bench, "random_model", lambda *_: pytest.fail("built"))
+    (tmp_path / "file").touch()
+    for name, message in (("file", "a file and not a folder"), ("file/new", "Not a directory")):
+        result = run("bench", "--profile", tmp_path / name)
+        assert_refused(result, f"--profile {tmp_path / name}: {message}")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert_refused(run("bench", "--profile", tmp_path), "no permission to write there")
 
 
 def test_bench_compiles_a_step_from_shapes(run, saved):

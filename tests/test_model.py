@@ -4,13 +4,14 @@ how often.
 
 import dataclasses
 import math
+import re
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models import AWKWARD, DEEP, FAMILY, prompts, write
+from models import AWKWARD, DEEP, FAMILY, MESHED, prompts, write
 from tolerances import EXACT
 
 import kimi_jax as kj
@@ -209,6 +210,20 @@ def test_lengths_within_a_bucket_and_decode_steps_compile_once(awkward):
     for token in range(20):
         _, state = awkward.decode(state, np.full(3, token))
     assert awkward.program.step._cache_size() == compiled
+
+
+@pytest.mark.parametrize("config, scan", [(MESHED, False), (DEEP, True)], ids=["plain", "scan"])
+def test_every_part_of_a_step_is_named_in_its_operations(config, scan):
+    """By the layer's number, or its place in a scanned group, as profiles show them."""
+    program = make_program(config, kj.make_mesh(1, 1), kj.Placement(), packed=True, scan=scan)
+    ids, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 4), (1,)))
+    traced = program.step.trace(program.weight_shapes, program.state_shapes(1, 64), ids, lengths)
+    text = traced.lower().as_text(debug_info=True)
+    kda, mla = ("layer_0_of_group", "layer_2_of_group") if scan else ("layer_1", "layer_2")
+    parts = ["embedding", "output/mix", "head", "layer_0/mlp/dense", f"{kda}/attention/kda"]
+    parts += [f"{mla}/attention/{name}" for name in ("mix", "mla", "mla/indexer")]
+    parts += [f"{mla}/mlp/{name}" for name in ("mix", "router", "experts", "shared")]
+    assert [part for part in parts if not re.search(rf'["/]{part}[/"]', text)] == []
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 8, 100])
