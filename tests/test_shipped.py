@@ -61,11 +61,16 @@ def test_streamed_text_equals_the_text_made_at_once(model):
     assert "".join(e.text for e in model.stream(prompt, stop=stop, **options)) == stopped.text
 
 
-def test_a_prompt_longer_than_a_chunk_and_the_selection_is_taken_whole(model):
-    """Selection bites at 64 keys: 700 tokens in chunks of 256 continue as one forward says."""
+def test_a_prompt_longer_than_a_chunk_and_the_selection_is_taken_whole(model, monkeypatch):
+    """Selection bites at 64 keys: 700 tokens in chunks of 256 continue as one forward says, and the
+    bar advances with each.
+    """
+    advanced = []
+    monkeypatch.setattr(kj.progress.Progress, "advance", lambda self, n: advanced.append(n))
     text = (ROOT / "scripts" / "data" / "alice.txt").read_text(encoding="utf-8")
     ids = model.tokenizer.encode(text)[:700]
     (reply,) = model.generate(ids, max_new_tokens=1, logprobs=True, stop_tokens=[])
     logits = model.logits([ids])[0, -1]
     assert reply.tokens == [int(logits.argmax())]
     assert reply.usage.prompt_tokens == 700
+    assert advanced == [256, 256, 188, 1]
