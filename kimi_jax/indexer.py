@@ -211,12 +211,13 @@ def score_cache(
     positions: Int[Array, "B T"],
     step: Step,
     block: int,
+    slots: int | None = None,
 ) -> Float[Array, "B T S"]:
-    """Scores against this rank's whole cache of index keys, -inf beyond each query's own position;
-    empty blocks cost nothing.
+    """Scores against this rank's cache of index keys, -inf beyond each query's own position; empty
+    blocks cost nothing. Where no slot from `slots` on holds a key, those are left out.
     """
     B, T = positions.shape
-    S = cache.shape[2]
+    S = slots or cache.shape[2]
     dtype = at_least_float32(q.dtype)
 
     def one(i: Array, scores: Array) -> Array:

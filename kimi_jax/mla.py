@@ -7,6 +7,8 @@ w_v_b to the output, so that all heads attend to the rows themselves. The `rope`
 never rotated: positions only order the keys.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -30,6 +32,7 @@ from .state import MLAState, Step, from_cache, read_block, write_rows
 
 KEY_BLOCK = 512
 BLOCK_ELEMENTS = 2**23  # latent elements, or scores, of a block of queries that selects
+NARROWEST = 4096  # slots that selection always ranks, whether they hold keys or not
 DENSE_ELEMENTS = 2**26  # scores of a block of keys, or values, of a block of queries
 
 
@@ -193,10 +196,6 @@ class MLA(nnx.Module):
     def _scale(self) -> float:
         return (self.config.nope_dim + self.config.rope_dim) ** -0.5
 
-    def _scores(self, x: Array, latent: Array, keys: Array, positions: Array, step: Step) -> Array:
-        q, w = self.indexer.queries(x, latent)
-        return score_cache(q, w, keys, positions, step, min(KEY_BLOCK, keys.shape[2]))
-
     def _expanded(self, q: Array, x: Array, latent: Array, state: MLAState, step: Step) -> Array:
         S = state.latents.shape[2]
         latents, _ = read_block(state.latents, jnp.int32(0), S, q.dtype, step)
@@ -267,15 +266,30 @@ class MLA(nnx.Module):
         U, keys = self.config.index_topk, state.index_keys
         assert keys is not None
 
-        def find(block: tuple[Array, Array, Array]) -> tuple[Array, Array]:
-            return candidates(self._scores(*block[:2], keys, block[2], step), U)
-
         size = self._queries(state, step)
+        find = lambda block: self._best(block, keys, step)  # noqa: E731
         best, chosen = over_queries(find, (x, latent, step.positions), step.valid, size)
         if step.stripes.ranks == 1:
             return chosen, best > -jnp.inf
         limit = keys.shape[2] * step.stripes.ranks
         return chosen, keep_best(best, step.positions_of(chosen), U, limit)
+
+    def _best(
+        self, queries: tuple[Array, Array, Array], keys: Array, step: Step
+    ) -> tuple[Array, Array]:
+        """`candidates` of queries (x, latent, position) among all slots that hold keys and some of
+        the empty ones.
+        """
+        x, latent, positions = queries
+        q, w = self.indexer.queries(x, latent)
+
+        def among(slots: int) -> tuple[Array, Array]:
+            scores = score_cache(q, w, keys, positions, step, min(KEY_BLOCK, slots), slots)
+            return candidates(scores, self.config.index_topk)
+
+        widths = halves(keys.shape[2], self.config.index_topk)
+        which = sum((step.held <= slots).astype(jnp.int32) for slots in widths[1:])
+        return jax.lax.switch(which, [functools.partial(among, slots) for slots in widths])
 
     def _queries(self, state: MLAState, step: Step) -> int:
         """Queries of a block, by what the largest array of it holds for each: a row per chosen key,
@@ -284,6 +298,16 @@ class MLA(nnx.Module):
         _, B, S, R = state.latents.shape
         each = max(min(self.config.index_topk, S) * R, 2 * S)
         return max(1, BLOCK_ELEMENTS // (B * each))
+
+
+def halves(slots: int, keep: int) -> list[int]:
+    """How many slots to select among, the most first: few keys of a long state are not ranked with
+    all its empty slots. Each is a branch of the program, so there are at most four.
+    """
+    widths = [slots]
+    while len(widths) < 4 and widths[-1] >= 2 * max(NARROWEST, keep):
+        widths.append(-(-widths[-1] // 2))
+    return widths
 
 
 def over_queries(one, arrays: tuple[Array, ...], valid: Bool[Array, "B T"], size: int):

@@ -503,6 +503,25 @@ def test_blocks_of_queries_do_not_change_a_sparse_layer(monkeypatch, small_block
         close(ys[1][b, :n], ys[0][b, :n], MLA_LAYER)
 
 
+@pytest.mark.parametrize("start, widest", [(0, 12), (2, 24), (20, 48)])
+def test_keys_are_selected_among_few_slots_as_among_all(monkeypatch, start, widest):
+    """11 tokens after `start`, in 48 slots: the best 6 of the narrowest width that holds them."""
+    sparse, _ = pair()
+    x = tokens(1, 11)
+    rng = np.random.default_rng(0)
+    state = jax.tree.map(
+        lambda a: rng.normal(size=a.shape), fresh_mla(sparse.config, 1, 48, x.dtype)
+    )
+    ys = []
+    for narrowest, widths in ((48, [48]), (4, [48, 24, 12, 6])):
+        monkeypatch.setattr(mla_module, "NARROWEST", narrowest)
+        assert mla_module.halves(48, 6) == widths
+        call = quick_jit(lambda x, state, step: sparse(x, state, step))
+        ys.append(call(x, state, step_of([start], [11], 11))[0])
+    assert min(w for w in widths if w >= start + 11) == widest
+    np.testing.assert_array_equal(bits(ys[1]), bits(ys[0]))
+
+
 def test_teaching_the_indexer_changes_no_value_and_lets_its_gradient_through(run):
     sparse, _ = pair()
     x = tokens(1, 9)
