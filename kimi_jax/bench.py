@@ -4,6 +4,7 @@ running its experts and of completing sums over ranks, compilation; and the prof
 Figures are medians of one run on one machine; only their ratios mean something elsewhere.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import operator
@@ -207,6 +208,20 @@ def _selecting(stack: Stack, states: Sequence[Any]) -> Iterator[tuple[MLA, Any, 
                 yield nnx.merge(graph, own), held, group
 
 
+@contextlib.contextmanager
+def _own_names() -> Iterator[None]:
+    """Programs of the compilation cache count as the same only where their parts have the same
+    names: else a profile may show those of another version.
+    """
+    option = "jax_compilation_cache_include_metadata_in_key"
+    before = jax.config.values[option]
+    jax.config.update(option, True)
+    try:
+        yield
+    finally:
+        jax.config.update(option, before)
+
+
 def profile(model: Model, B: int, T: int, steps: int, folder: Path) -> Row:
     """Writes a profile of B prompts of T tokens and so many new ones into a folder, after the same
     once without; its times are those under the profiler.
@@ -214,7 +229,8 @@ def profile(model: Model, B: int, T: int, steps: int, folder: Path) -> Row:
     rng = np.random.default_rng(0)
     prompts = rng.integers(0, model.config.vocab, (B, T)).tolist()
     generate = lambda: model.generate(prompts, max_new_tokens=steps, stop_tokens=[])  # noqa: E731
-    generate()
+    with _own_names():
+        generate()
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # the parts of the model, not the lines of Python around them
     with jax.profiler.trace(folder, profiler_options=options):
