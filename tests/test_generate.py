@@ -1,5 +1,6 @@
 """Sampling, batches, stopping and streaming."""
 
+import copy
 import dataclasses
 
 import jax
@@ -308,6 +309,9 @@ def test_a_schedule_loses_no_request_starves_none_and_shares_no_slot(work, slots
         for stage, who in schedule.admit():
             chunks[stage] = work[who][0]
             order.append(who)
+        room = bool(schedule.free_slots and schedule.free_stages)
+        assert not (schedule.waiting and room)  # nobody waits beside an empty place
+        assert sorted([*schedule.staged, *schedule.free_stages]) == list(range(stages))
         kept = [slot for _, slot in schedule.staged.values()]
         taken = kept + list(schedule.running) + schedule.free_slots
         assert sorted(taken) == list(range(slots))
@@ -316,6 +320,9 @@ def test_a_schedule_loses_no_request_starves_none_and_shares_no_slot(work, slots
             if not chunks[stage]:
                 who = schedule.staged[stage][0]
                 trips[schedule.begin(stage)] = [who, work[who][1]]
+        later = copy.deepcopy(schedule)  # as it will be if nobody ends
+        later.admit()
+        assert schedule.filling == bool(later.staged)
         for slot in list(schedule.running):
             trips[slot][1] -= 1
             if not trips[slot][1]:
