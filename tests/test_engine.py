@@ -168,12 +168,14 @@ def poisoned(model, token):
 
 
 def test_requests_that_fail_leave_all_others_as_they_are(placed):
-    """One of NaN, in a stage and a slot that others take after it; one over the context."""
+    """One of NaN, in a stage and a slot that others take after it, also such as are too short to
+    write over its keys; one over the context.
+    """
     bad = next(iter(set(range(1, 8)).difference(*placed.tokens)))
     broken = poisoned(placed.model, bad)
-    prompts = [*PROMPTS[:2], [*PROMPTS[4], bad, 5, 6], *PROMPTS[2:5], [5] * 2048, *PROMPTS[5:]]
+    prompts = [PROMPTS[0], [9, bad, *PROMPTS[4]], *PROMPTS[1:5], [9] * 2048, *PROMPTS[5:]]
     replies = broken.generate(prompts, **OPTIONS)
-    long, nan = replies.pop(6), replies.pop(2)
+    long, nan = replies.pop(6), replies.pop(1)
     assert (nan.finish_reason, nan.tokens) == ("error", []) and "NaN" in nan.error
     assert (long.finish_reason, long.tokens) == ("error", [])
     assert "prompt 6 has 2048 tokens" in long.error
