@@ -152,7 +152,9 @@ def _add_generate(commands: Any) -> None:
     _add_sampling(command, max_new_tokens=64, temperature=0.0, top_p=1.0)
     add("--logprobs", type=int, metavar="N", help="report log-probabilities and the N best tokens")
     add("--tokens", action="store_true", help="prompts are token ids with commas between them")
+    add("--slots", type=int, default=8, metavar="N", help="prompts that decode together (8)")
     add("--json", action="store_true", help="print a line of JSON for each completion")
+    add("--verbose", action="store_true", help="say on standard error what happens to each prompt")
 
 
 def _add_chat(commands: Any) -> None:
@@ -186,6 +188,8 @@ def _add_sampling(
     add("--top-p", type=float, default=top_p, metavar="P", help=said)
     add("--top-k", type=int, default=0, metavar="K", help=_SAYS["top-k"])
     add("--min-p", type=float, default=0.0, metavar="P", help=_SAYS["min-p"])
+    add("--repetition-penalty", type=float, default=1.0, metavar="R", help=_SAYS["penalty"])
+    add("--min-new-tokens", type=int, default=0, metavar="N", help="no end before so many (0)")
     add("--seed", type=int, default=0, metavar="N", help=_SAYS["seed"])
     add("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
     add("--dtype", choices=_DTYPES, help=f"{_SAYS['dtype']} (float32 on CPU, else bfloat16)")
@@ -281,6 +285,7 @@ _SAYS = {
     "temperature": "divides the logits before a token is drawn; 0 takes the best token",
     "top-p": "draw from the fewest best tokens that together have probability P",
     "top-k": "draw from the K best tokens (0: all)",
+    "penalty": "divide what tokens already used score by R (1: not)",
     "min-p": "draw no token less than P times as probable as the best one (0: all)",
     "seed": "start of the random draws: the same seed draws the same tokens (0)",
     "dtype": "number type of the computation",
@@ -541,10 +546,10 @@ def _generate(options: argparse.Namespace) -> int:
     settings = {**_settings(options), "logprobs": options.logprobs or False}
     _keep_programs()
     model = _load(options.model, options)
-    if len(prompts) == 1 and not options.json:
+    if len(prompts) == 1 and not (options.json or options.verbose):
         _stream(model, prompts[0], settings)
         return 0
-    done = model.generate(prompts, **settings)
+    done = model.generate(prompts, **settings, slots=options.slots, verbose=options.verbose)
     for prompt, completion in zip(prompts, done, strict=True):
         _print_completion(model, prompt, completion, options.json)
     return 1 if any(completion.error for completion in done) else 0
@@ -556,8 +561,10 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
 
     if 3.4e38 < options.temperature < math.inf:
         raise Refused(f"--temperature {options.temperature:g} is more than a float32 holds")
-    sampling = Sample(options.temperature, options.top_k, options.top_p, options.min_p)
-    own = {name: getattr(options, name) for name in ("max_new_tokens", "seed", "stop")}
+    o = options
+    sampling = Sample(o.temperature, o.top_k, o.top_p, o.min_p, o.repetition_penalty)
+    names = ("max_new_tokens", "min_new_tokens", "seed", "stop")
+    own = {name: getattr(options, name) for name in names}
     return {"sampling": sampling, **own}
 
 

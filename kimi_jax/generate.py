@@ -2,14 +2,15 @@
 
 import contextlib
 import dataclasses
+import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .engine import run
-from .placement import agree
+from .placement import agree, together
 from .progress import Progress
 from .reuse import PrefixCache, Session
 from .sampling import PromptError, Sample, TokenLogprob, is_whole
@@ -360,13 +361,12 @@ def generate(
     Options and prompts that make no sense raise `PromptError` before anything runs. A prompt that
     leaves no room for a reply, and logits that cannot be used, are the error of their own result.
     """
-    many = _as_list(prompts)
-    options = _options(
-        model, len(many), sampling, seed, max_new_tokens=max_new_tokens, temperature=temperature,
-        top_p=top_p, top_k=top_k, stop=stop, stop_tokens=stop_tokens, logprobs=logprobs,
-        logit_bias=logit_bias, min_new_tokens=min_new_tokens, slots=slots, trip=trip,
+    requests, options = _prepared(
+        model, lambda: _as_list(prompts), prefix_cache, session, sampling, seed,
+        max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k,
+        stop=stop, stop_tokens=stop_tokens, logprobs=logprobs, logit_bias=logit_bias,
+        min_new_tokens=min_new_tokens, slots=slots, trip=trip,
     )  # fmt: skip
-    requests = _requests(model, _encoded(model, many), options, prefix_cache, session)
     total = sum(len(one.ids) + one.limit for one in requests)
     log = _say if verbose else None
     trips = run(model, requests, options, log, prefix_cache, session)
@@ -379,7 +379,7 @@ def generate(
 
 
 def _say(line: str) -> None:
-    print(line, flush=True)
+    print(line, file=sys.stderr, flush=True)
 
 
 def stream(
@@ -407,12 +407,12 @@ def stream(
     Options as there. A prompt over the context raises PromptError, a model whose logits cannot be
     used (NaN) FloatingPointError.
     """
-    options = _options(
-        model, 1, sampling, seed, max_new_tokens=max_new_tokens, temperature=temperature,
-        top_p=top_p, top_k=top_k, stop=stop, stop_tokens=stop_tokens, logprobs=logprobs,
-        logit_bias=logit_bias, min_new_tokens=min_new_tokens, trip=trip,
+    (request,), options = _prepared(
+        model, lambda: [prompt], prefix_cache, session, sampling, seed,
+        max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k,
+        stop=stop, stop_tokens=stop_tokens, logprobs=logprobs, logit_bias=logit_bias,
+        min_new_tokens=min_new_tokens, trip=trip,
     )  # fmt: skip
-    (request,) = _requests(model, _encoded(model, [prompt]), options, prefix_cache, session)
     if request.error:
         raise PromptError(request.error)
     events = _events(model, request, options, prefix_cache, session)
@@ -453,21 +453,36 @@ def _event(request: Request, options: Options, count: int) -> Event:
     return Event(request.text[at], request.tokens[at], logprob, last, request.usage(count))
 
 
-def _requests(
+def _prepared(
     model: "Model",
-    encoded: list[list[int]],
-    options: Options,
+    prompts: Callable[[], list],
     cache: PrefixCache | None,
     session: Session | None,
-) -> list[Request]:
-    """The requests of a run, alike on all processes; what they use of earlier ones must fit."""
-    for reused in (cache, session):
-        if reused:
-            reused.refuse_other(model)
-    if session and len(encoded) != 1:
-        raise PromptError(f"a session continues one prompt, got {len(encoded)}")
+    sampling: Any,
+    seed: Any,
+    **given: Any,
+) -> tuple[list[Request], Options]:
+    """The requests and the options of a run, alike on all processes, or one error on all."""
+
+    def read() -> tuple[list[list[int]], Options]:
+        many = prompts()
+        options = _options(model, len(many), sampling, seed, **given)
+        for reused in (cache, session):
+            if reused:
+                reused.refuse_other(model)
+        if session and len(many) != 1:
+            raise PromptError(f"a session continues one prompt, got {len(many)}")
+        return _encoded(model, many), options
+
+    encoded, options = together("a prompt or an option", read)
     known = (cache and cache.stats, session and session.tokens)
     agree("prompts and options", encoded, options, known)
+    return _requests(model, encoded, options, session), options
+
+
+def _requests(
+    model: "Model", encoded: list[list[int]], options: Options, session: Session | None
+) -> list[Request]:
     limit = session.max_length if session else model.config.max_positions
     requests = [
         Request(

@@ -86,7 +86,8 @@ class Total:
         lines = (
             f"replies {self.replies}, their tokens {self.tokens:,}",
             f"context {used:,} of {context:,} tokens",
-            f"last reply: {usage.prompt_tokens:,} prompt tokens in {usage.prefill_seconds:.2f} s, "
+            f"last reply: {usage.prompt_tokens:,} prompt tokens, {usage.cached_tokens:,} of them "
+            f"known, in {usage.prefill_seconds:.2f} s, "
             f"{usage.generated_tokens:,} new tokens at {speed:.1f} tok/s",
         )
         return "\n".join((*lines, *(["compiling included"] if self.replies == 1 else [])))

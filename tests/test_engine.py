@@ -294,20 +294,29 @@ jax.distributed.initialize(address, 2, int(me))
 import kimi_jax as kj
 
 prompts = json.loads(prompts)
-model = kj.load(folder, kj.make_mesh(2, 4), dtype="float32")
+model = kj.load(folder, kj.make_mesh(2, 4), dtype="float32", chunk=8)
 options = dict(max_new_tokens=5, stop_tokens=[], slots=2)
 first = model.generate(prompts, **options)
 stream = model.stream(prompts[1], max_new_tokens=20, stop_tokens=[])
 begun = [next(stream).token for _ in range(5)]
 stream.close()
 second = model.generate(prompts[::-1], **options)
-replies = [[reply.tokens for reply in all] for all in (first, second[::-1])]
-print(json.dumps([*replies, begun]))
+cache, session = kj.PrefixCache(model, 2**24), model.session()
+model.generate(prompts, prefix_cache=cache, **options)
+warm = model.generate(prompts, prefix_cache=cache, **options)
+session.generate(prompts[1][:9], max_new_tokens=1)
+session.tokens = prompts[1][:9]
+turn = session.generate(prompts[1][9:], max_new_tokens=5, stop_tokens=[])
+replies = [[reply.tokens for reply in all] for all in (first, second[::-1], warm)]
+known = [reply.usage.cached_tokens for reply in [*warm, turn]]
+print(json.dumps([*replies, begun, turn.tokens, known]))
 """
 
 
-def test_two_processes_write_what_one_does_also_after_a_stream_that_was_closed(tmp_path):
-    """Five prompts through the one slot that each data rank has."""
+def test_two_processes_write_what_one_does(tmp_path):
+    """Five prompts through the one slot that each data rank has; also after a stream that was
+    closed, behind prefixes that are known, and in a session.
+    """
     folder, prompts = write(MESHED, tmp_path / "model"), prompts_of((5, 16, 3, 9, 1))
     address = free_address()
     cache = {"JAX_COMPILATION_CACHE_DIR": jax.config.values["jax_compilation_cache_dir"]}
@@ -324,4 +333,5 @@ def test_two_processes_write_what_one_does_also_after_a_stream_that_was_closed(t
     wanted = [reply.tokens for reply in one.generate(prompts, max_new_tokens=5, stop_tokens=[])]
     for out, errors in said:
         assert out, errors
-        assert json.loads(out.splitlines()[-1]) == [wanted, wanted, wanted[1]]
+        known = [0, 16, 0, 8, 0, 9]
+        assert json.loads(out.splitlines()[-1]) == [wanted] * 3 + [wanted[1]] * 2 + [known]
