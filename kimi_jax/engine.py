@@ -186,7 +186,8 @@ class _Engine:
             self._advance(parts, lengths)
         for stage, (who, _) in list(self.schedule.staged.items()):
             one = self.requests[who]
-            if self.cache and lengths[stage] == self.model.chunk:
+            whole = lengths[stage] == self.model.chunk
+            if self.cache and whole and not self.resumed:  # else chunks end elsewhere than cold
                 self.cache.add(self.stages, stage, one.ids[: self.taken[stage]])
             if self.taken[stage] == len(one.ids):
                 self._begin(stage, one)

@@ -19,7 +19,8 @@ from kimi_jax.helix import Stripes
 CHUNK = 16
 EVERY = dict(max_new_tokens=5, stop_tokens=[], logprobs=MESHED.vocab)  # all log-probabilities
 HELIX = kj.Placement(keys="helix", helix_block=4, rows="sliced")
-VALUES = kj.Placement(keys="helix", helix_block=4, exchange="values")
+BOTH = ("data", "model")
+VALUES = kj.Placement(keys="helix", helix_block=4, exchange="values", expert_axes=BOTH)
 PLACES = {"one": ((1, 1), kj.Placement()), "1x8": ((1, 8), HELIX), "2x4": ((2, 4), VALUES)}
 
 
@@ -299,6 +300,16 @@ def test_a_session_begins_with_a_prefix_of_others(one):
     out = one.session().generate(long, prefix_cache=cache, **EVERY)
     same(out, cold(one, long))
     assert out.usage.cached_tokens == 32
+
+
+def test_a_session_leaves_no_prefix_that_a_cold_run_would_not(one):
+    """The chunks of its later turns begin where the state was."""
+    cache, session = cache_of(one, 9), one.session()
+    session.generate(ids(20), prefix_cache=cache, **EVERY)
+    session.generate(ids(40, 1), prefix_cache=cache, **EVERY)
+    assert cache.stats.entries == 1
+    whole = session.tokens[:60]
+    same(one.generate([whole], prefix_cache=cache, **EVERY)[0], cold(one, whole))
 
 
 def test_a_chat_of_a_session_equals_one_without():
