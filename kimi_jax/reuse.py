@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .collectives import DATA
 from .placement import to_device, to_host
+from .plan import device_memory, plan
 from .sampling import PromptError, is_whole
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class PrefixCache:
                 f"tokens leave on a device; got {bytes!r}"
             )
         self._limit = int(bytes)
+        self._refuse_what_exceeds()
         self._root = _Chunk()
         self._used: dict[_Chunk, None] = {}  # the least recently used first
         self._lookups = self._hits = self._tokens = self._evicted = 0
@@ -80,6 +82,18 @@ class PrefixCache:
             held, held * self._entry, self._limit,
             self._lookups, self._hits, self._tokens, self._evicted,
         )  # fmt: skip
+
+    def _refuse_what_exceeds(self) -> None:
+        program, memory = self.model.program, device_memory(self.model.program.mesh)
+        least = plan(
+            program.config, program.mesh, program.place,
+            batch=1, context=self.model.chunk, dtype=program.dtype, packed=program.packed,
+        ).total_bytes  # fmt: skip
+        if memory is not None and least + self._limit > memory:
+            raise ValueError(
+                f"bytes={self._limit:,} beside {least:,} of the model and one request: more than "
+                f"the {memory:,} of a device"
+            )
 
     def clear(self) -> None:
         """Forget all entries; the counts stay."""

@@ -122,6 +122,8 @@ def test_what_does_not_fit_is_refused(one, folder):
     for bytes in (0, least - 1, True):
         with pytest.raises(ValueError, match=f"at least {least:,}.*{bytes!r}"):
             kj.PrefixCache(one, bytes)
+    with pytest.raises(ValueError, match=r"bytes=9,0.*more than the .* of a device"):
+        kj.PrefixCache(one, 9 * 10**15)
     cache = cache_of(one, 1)
     for other in (dataclasses.replace(one, chunk=8), dataclasses.replace(one, weights={})):
         with pytest.raises(kj.PromptError, match="another model"):
@@ -133,6 +135,8 @@ class Counting:
 
     stripes = Stripes()
     row_bytes = staticmethod(lambda width: 10)
+    config, place, dtype, packed = MESHED, kj.Placement(), "float32", True
+    mesh = kj.make_mesh()
     take = staticmethod(lambda state, row, first, width: (first, tuple(state)))
 
     @staticmethod
