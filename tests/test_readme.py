@@ -18,13 +18,13 @@ def test_the_python_of_the_first_screen_runs(monkeypatch, capsys):
     assert names["reply"].text and names["logits"].shape[:2] == (1, len(names["reply"].tokens))
 
 
-def test_the_python_of_reuse_runs(monkeypatch):
+def test_the_python_of_generation_and_reuse_runs(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     names = {"kj": kj, "model": kj.load("kimi_jax/shipped")}
-    exec(
-        compile(re.search(r"```python\n(session = .*?)```", TEXT, re.S)[1], "README.md", "exec"),
-        names,
-    )
+    for begin in ("replies = ", "session = "):
+        block = re.search(rf"```python\n({begin}.*?)```", TEXT, re.S)
+        exec(compile(block[1], "README.md", "exec"), names)
+    assert len(names["replies"]) == 3 and not any(one.error for one in names["replies"])
     assert names["reply"].usage.cached_tokens > 20 and names["cache"].stats.lookups == 2
 
 
