@@ -125,15 +125,16 @@ class _Engine:
         wanted = min(options.slots, 1 << (len(due) - 1).bit_length())
         slots = -(-wanted // stages) * stages
         longest = max(len(requests[i].ids) + requests[i].limit for i in due)
-        S = capacity(longest, session.max_length if session else model.config.max_positions)
         self.schedule = Schedule.of(due, slots, stages)
         self.taken = np.zeros(stages, np.int32)  # tokens of each stage's prompt
         self.in_place, self.resumed = slots == stages, 0
         if session:
-            self.slots, self.resumed = session.resume(requests[due[0]].ids, S)
+            self.slots, self.resumed = session.resume(requests[due[0]].ids, longest)
         else:
+            S = capacity(longest, model.config.max_positions)
             model.program.refuse_what_exceeds(slots if self.in_place else slots + stages, S)
             self.slots = model.new_state(slots, S)
+        S = self.slots.max_length
         self._stages = self.slots if self.in_place else model.new_state(stages, S)
         self.fixed = self._fixed()
 

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from .state import State
 
 
+ROOM = 2048  # tokens that a session's memory begins with
+
+
 @dataclasses.dataclass(frozen=True)
 class CacheStats:
     """What a `PrefixCache` holds and has done. Bytes are those of one device, the fullest."""
@@ -231,24 +234,24 @@ class Session:
 
     # What the engine asks for
 
-    def resume(self, ids: Sequence[int], S: int) -> tuple["State", int]:
-        """The state for a prompt of such ids, with room for S tokens, and how many of the ids it
-        has seen. It is the engine's until `keep`.
+    def resume(self, ids: Sequence[int], length: int) -> tuple["State", int]:
+        """The state for a prompt of such ids, with room for so many tokens, and how many of the
+        ids it has seen. It is the engine's until `keep`.
         """
         state, seen = self._state, self._seen
         self._state, self._seen = None, []
         if state is None:
             self._marks, seen = [], []
-            state = self.model.new_state(1, self.max_length if self._fixed else S)
+            state = self.model.new_state(1, self._room(length))
         shared = _shared(seen, ids)
         if shared < len(seen):
             state, shared = self._return(state, shared)
-        if state.max_length < S:
-            state = self._grown(state, S)
+        if state.max_length < length:
+            state = self._grown(state, self._room(length))
         rows = NamedSharding(self.model.mesh, PartitionSpec(DATA))
-        length = np.zeros(len(state.length), np.int32)
-        length[0] = shared
-        return dataclasses.replace(state, length=to_device(length, rows)), shared
+        begins = np.zeros(len(state.length), np.int32)
+        begins[0] = shared
+        return dataclasses.replace(state, length=to_device(begins, rows)), shared
 
     def mark(self, state: "State") -> None:
         """A prompt ends here: its memories are copied. Those of the prompt before are kept too, for
@@ -271,6 +274,13 @@ class Session:
             return state, 0
         length = int(to_host(marks[-1].length)[0])
         return self.model.program.put(state, 0, marks[-1], length), length
+
+    def _room(self, length: int) -> int:
+        """Slots for so many tokens: growth is rare, as each size compiles its own programs."""
+        slots = self.max_length if self._fixed else ROOM
+        while slots < length:
+            slots *= 4
+        return min(slots, self.max_length)
 
     def _grown(self, state: "State", S: int) -> "State":
         slots = self.model.program.stripes.slots(state.max_length)

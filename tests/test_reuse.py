@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from models import MESHED, write
 
 import kimi_jax as kj
+from kimi_jax import reuse
 from kimi_jax.cli import SHIPPED
 from kimi_jax.helix import Stripes
 
@@ -203,8 +204,9 @@ def near(warm, wanted):
         assert mine == pytest.approx(theirs, abs=1e-4)
 
 
-def test_a_turn_computes_only_what_is_new(model):
+def test_a_turn_computes_only_what_is_new(model, monkeypatch):
     """Equal ids, and log-probabilities within 1e-4 of a cold run, while the memory grows."""
+    monkeypatch.setattr(reuse, "ROOM", 32)
     session, whole, state = model.session(), [], 0
     for turn, count in enumerate((20, 1, 70, 16)):
         whole += ids(count, turn)
