@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from models import MESHED, write
 
 import kimi_jax as kj
-from kimi_jax import reuse
+from kimi_jax import engine, generate, reuse
 from kimi_jax.cli import SHIPPED
 from kimi_jax.helix import Stripes
 
@@ -274,6 +274,20 @@ def test_a_turn_that_was_broken_off_costs_time_and_nothing_else(one, after):
         session.generate(ids(40, 1), **EVERY | {"max_new_tokens": 30})
     assert session.tokens == kept
     near(session.generate([3], **EVERY), cold(one, [*kept, 3]))
+
+
+def test_a_turn_that_was_left_before_its_first_chunk_has_seen_nothing_new(one):
+    session = one.session()
+    session.generate(ids(20), **EVERY)
+    other = generate.Request(ids(40, 1), 5, 0, generate.TextBuilder(None, ()))
+    options = generate._options(
+        one, 1, None, 0, **EVERY, temperature=0.0, top_p=1.0, top_k=0, stop=None
+    )
+    run = engine.run(one, [other], options, session=session)
+    assert next(run) == 0  # admitted
+    run.close()
+    assert session._seen == []
+    near(session.generate([3], **EVERY), cold(one, [*ids(20), *session.tokens[20:25], 3]))
 
 
 def test_a_session_of_a_fixed_length_ends_there(one):
