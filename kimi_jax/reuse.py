@@ -125,6 +125,7 @@ class PrefixCache:
     def add(self, state: "State", row: int, ids: Sequence[int]) -> None:
         """Keep what a row has seen: `ids`, whole chunks. What lies before the last must be here."""
         *before, last = self._cut(ids)
+        assert len(ids) == (len(before) + 1) * self.model.chunk
         chain = self._chain(ids[: len(before) * self.model.chunk])
         if len(chain) < len(before):
             return  # it had to make room meanwhile

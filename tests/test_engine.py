@@ -145,6 +145,13 @@ def test_drawn_ids_are_those_of_forwards_and_of_seed_and_count(placed, fresh):
         assert are_the_best(scores, reply.tokens), len(prompt)
 
 
+@only("one device", "2x4, helix, values")
+def test_as_many_slots_as_data_ranks_take_prompts_in_where_they_decode(placed):
+    """A row that decodes stands still while another one's prompt is taken in."""
+    replies = placed.model.generate(PROMPTS[:6], **OPTIONS | dict(slots=1))
+    assert [reply.tokens for reply in replies] == placed.tokens[:6]
+
+
 def test_stop_ids_end_some_requests_early_and_results_keep_their_order(placed):
     stop = placed.tokens[0][1]
     options = OPTIONS | dict(stop_tokens=[stop])

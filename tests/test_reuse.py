@@ -84,6 +84,17 @@ def test_prompts_of_one_batch_share_what_they_begin_with(one):
     assert cache.stats == kj.CacheStats(2, cache.stats.bytes, cache.stats.limit, 5, 4, 128, 0)
 
 
+def test_a_prefix_that_comes_back_leaves_other_rows_alone(model):
+    """Prompts are restored beside one that is being taken in, of another data rank too."""
+    cache, known = cache_of(model, 20), ids(40)
+    prompts = [ids(3, 1), ids(120, 2), known, known[:33], ids(4, 3)]
+    cold = [model.generate([prompt], **EVERY)[0].tokens for prompt in prompts]
+    model.generate([known], prefix_cache=cache, **EVERY)
+    warm = model.generate(prompts, prefix_cache=cache, slots=4, **EVERY)
+    assert [out.usage.cached_tokens for out in warm] == [0, 0, 32, 32, 0]
+    assert [out.tokens for out in warm] == cold
+
+
 def test_a_snapshot_is_immutable(one):
     cache, long = cache_of(one, 20), ids(40)
     one.generate([long], prefix_cache=cache, **EVERY)
@@ -180,6 +191,15 @@ def test_the_least_recently_used_makes_room():
     assert cache.restore([], 0, [1, 1])[1] == 0 and cache.stats.entries == 0
 
 
+def test_what_lost_its_beginning_is_not_kept():
+    """Two prompts in turns, one of which has to make room."""
+    cache = kj.PrefixCache(types.SimpleNamespace(program=Counting, chunk=2), 20)
+    first, second = [1, 1, 2, 2], [3, 3, 4, 4]
+    for prompt in (first[:2], second[:2], first, second):
+        cache.add(prompt, 0, prompt)
+    assert [cache.restore([], 0, ids)[1] for ids in (first, second, second[2:])] == [4, 0, 0]
+
+
 @given(st.integers(1, 9), st.integers(1, 5), st.integers(1, 20))
 @settings(max_examples=50, deadline=None)
 def test_a_window_holds_what_any_rank_gets_of_a_chunk(block, ranks, size):
@@ -245,7 +265,7 @@ def test_a_turn_can_be_asked_again(one):
     session = one.session()
     first = session.generate(ids(9), **EVERY)
     session.generate(ids(5, 1), **EVERY)
-    for kept, known in (([*ids(9), *first.tokens], 9), (ids(9)[:4], 0)):
+    for kept, known in (([*ids(9), *first.tokens], 9), (ids(9), 9), (ids(9)[:4], 0)):
         session.tokens = list(kept)
         again = session.generate([3, 4], **EVERY)
         near(again, cold(one, [*kept, 3, 4]))
