@@ -693,9 +693,10 @@ class ChatStream(Iterator[ChatEvent]):
     def _step(self) -> None:
         """One more token of the model."""
         event = next(self._events, None)
-        if event is not None:
-            self._usage = event.usage
-        if event is None or event.token == self._end:
+        if event is None:  # it was closed, or failed before: its last event has a reason
+            return self._finish("interrupted")
+        self._usage = event.usage
+        if event.token == self._end:
             return self._finish("stop")
         if event.token is not None:
             self._tokens.append(event.token)

@@ -591,24 +591,24 @@ def _stream(model: Any, prompt: str | list[int], settings: dict[str, Any]) -> No
     ids = model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     begun = time.perf_counter()
     _compile(model, ids, settings)
-    times, logprobs, reason, tokens = [time.perf_counter()], [], None, 0
-    compiling = times[0] - begun
+    compiling = time.perf_counter() - begun
+    logprobs, event = [], None
     for event in events:
-        times.append(time.perf_counter())
-        tokens += event.token is not None
         logprobs += [event.logprob] if event.logprob else []
-        reason = event.finish_reason
         _write(event.text)
         if model.tokenizer is None and event.token is not None:
             _write(f",{event.token}")
     _write("\n")
     if logprobs:
         _print_logprobs(model, logprobs)
-    prefill, decode = times[1] - times[0], times[-1] - times[1]
+    assert event is not None
+    usage = event.usage
+    prefill = usage.prompt_tokens / usage.prefill_seconds
+    decode = usage.generated_tokens / usage.decode_seconds
     _say(
-        f"compiled in {compiling:.1f} s; {len(ids)} prompt tokens, prefill "
-        f"{len(ids) / prefill:.0f} tok/s; {tokens} new tokens, decode "
-        f"{(len(times) - 2) / decode if decode else 0:.0f} tok/s; ended by {reason}"
+        f"compiled in {compiling:.1f} s; {usage.prompt_tokens} prompt tokens, prefill "
+        f"{prefill:.0f} tok/s; {usage.generated_tokens} new tokens, decode "
+        f"{decode:.0f} tok/s; ended by {event.finish_reason}"
     )
 
 

@@ -81,7 +81,7 @@ def capacity(length: int, limit: int) -> int:
     """Slots for a state that must hold `length` tokens: a power of two from 128 on, at most the
     model's limit.
     """
-    return min(max(128, 1 << (length - 1).bit_length()), limit)
+    return min(max(128, _power(length)), limit)
 
 
 def run(
@@ -104,6 +104,26 @@ def run(
             engine.leave()
 
 
+def _power(count: int) -> int:
+    """The next power of two."""
+    return 1 << max(0, count - 1).bit_length()
+
+
+def _completed(ids: Sequence[int]) -> np.ndarray:
+    """Stop ids, completed with -1, which is none, to a power of two of them, at least 8."""
+    row = np.full(max(8, _power(len(ids))), -1, np.int32)
+    row[: len(ids)] = ids
+    return row
+
+
+def _ending(who: int, one: "Request") -> str:
+    usage = one.usage(len(one.tokens))
+    return (
+        f"request {who}: {one.reason} after {usage.generated_tokens} tokens, "
+        f"prefill {usage.prefill_seconds:.2f} s, decode {usage.decode_seconds:.2f} s"
+    )
+
+
 class _Engine:
     """The states of a run: one whose rows are slots and one whose rows are stages, or one for
     both.
@@ -120,9 +140,10 @@ class _Engine:
         session: "Session | None",
     ):
         self.model, self.requests, self.options, self.log = model, requests, options, log
+        self.made: Any = None  # by the latest trip, while no request has it yet
         self.cache, self.session = cache, session
         stages = model.program.sizes[DATA]
-        wanted = min(options.slots, 1 << (len(due) - 1).bit_length())
+        wanted = min(options.slots, _power(len(due)))
         slots = -(-wanted // stages) * stages
         longest = max(len(requests[i].ids) + requests[i].limit for i in due)
         self.schedule = Schedule.of(due, slots, stages)
@@ -161,9 +182,13 @@ class _Engine:
                 yield self._decode()
 
     def leave(self) -> None:
-        """The run is over, or left: a session gets its state back, unless it cannot be used."""
-        if self.session and self.requests[0].reason != "error":
-            self.session.keep(self.slots, self.requests[0].ids + self.requests[0].made)
+        """The run is over, or left: a session gets its state back, unless it cannot be used, with
+        the ids that it may have seen, also those of a trip that the host was not told of.
+        """
+        one = self.requests[0]
+        if self.session and one.reason != "error":
+            trip = [] if self.made is None else to_host(self.made[0])[:, 0].tolist()
+            self.session.keep(self.slots, one.ids + one.made + trip)
 
     def _admit(self, stage: int, who: int) -> int:
         """A request enters a stage, with what is known of its prompt."""
@@ -219,26 +244,31 @@ class _Engine:
         running = {slot: self.requests[who] for slot, who in self.schedule.running.items()}
         most = max(one.limit - len(one.tokens) for one in running.values())
         n = 1 if self.schedule.filling else min(self.options.trip, most)  # slots fill up first
-        made, self.slots = self.model.program.trip(
+        self.made, self.slots = self.model.program.trip(
             self.model.weights, self.slots, self._rows(running), n
         )
-        ids, usable, chosen, best_ids, best = map(to_host, made)
-        before = sum(len(one.tokens) for one in running.values())
+        ids, usable, chosen, best_ids, best = map(to_host, self.made)
         for slot, one in running.items():
             one.made += ids[:n, slot].tolist()
+        self.made, top = None, self.options.top
+        before = sum(len(one.tokens) for one in running.values())
+        for slot, one in running.items():
             for i in range(n):
-                top = tuple(zip(best_ids[i, slot].tolist(), best[i, slot].tolist(), strict=True))
                 token = int(ids[i, slot])
-                logprob = TokenLogprob(token, float(chosen[i, slot]), top)
+                others = (of[i, slot, :top].tolist() for of in (best_ids, best))
+                best_of = tuple(zip(*others, strict=True))
+                logprob = TokenLogprob(token, float(chosen[i, slot]), best_of)
                 one.take(token, bool(usable[i, slot]), logprob, self.options.stop_ids)
                 if one.reason:
                     who = self.schedule.end(slot)
-                    self.log(f"request {who}: {one.reason} after {len(one.tokens)} tokens")
+                    self.log(_ending(who, one))
                     break
         return sum(len(one.tokens) for one in running.values()) - before
 
     def _fixed(self) -> dict[str, Any]:
-        """What the rows of all trips share: strategy, stop ids and bias."""
+        """What the rows of all trips share: strategy, stop ids and bias, of few sizes, so that few
+        programs are compiled.
+        """
         B, s, o = len(self.slots.length), self.options.sampling, self.options
         row = (s.temperature, s.top_k, s.top_p, s.min_p, s.repetition_penalty, o.fewest)
         bias = None
@@ -248,12 +278,12 @@ class _Engine:
                 bias[:, token] = value
         return {
             "settings": self._on_mesh(np.tile(np.array(row, np.float32), (B, 1))),
-            "stops": self._on_mesh(np.tile(np.array(sorted(o.stop_ids) or [-1], np.int32), (B, 1))),
+            "stops": self._on_mesh(np.tile(_completed(sorted(o.stop_ids)), (B, 1))),
             "bias": None if bias is None else self._on_mesh(bias),
-            "top": o.top,
+            "top": min(_power(o.top), self.model.config.vocab) if o.top else 0,
             "draws": s.temperature > 0,
             "waits": o.fewest > 0,
-            "trip": max(o.trip, LOOP),  # of one size, so that streaming compiles nothing anew
+            "trip": max(_power(o.trip), LOOP),
         }
 
     def _rows(self, running: dict[int, "Request"]) -> Rows:

@@ -13,7 +13,7 @@ from .engine import run
 from .placement import agree, together
 from .progress import Progress
 from .reuse import PrefixCache, Session
-from .sampling import PromptError, Sample, TokenLogprob, is_whole
+from .sampling import PromptError, Sample, TokenLogprob, is_number, is_whole
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class Request:
     ) -> None:
         """Add a token and the text that it made certain, or end the request."""
         if not usable:
-            self.fail("the logits hold NaN or no finite value")
+            self.fail("the logits hold NaN, or nothing finite that may be chosen")
         elif token in stop_ids:
             self.reason, self.late = "stop", True
         else:
@@ -224,11 +224,7 @@ def _bias(model: "Model", bias: Any, problems: list[str]) -> tuple[tuple[int, fl
     bad = [
         (token, value)
         for token, value in bias.items()
-        if not _is_id(model, token)
-        or isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or value != value
-        or value == float("inf")
+        if not (_is_id(model, token) and is_number(value) and value < float("inf"))
     ]
     problems += [f"logit_bias: {token!r}: {value!r} is no id and number" for token, value in bad]
     return () if bad else tuple(sorted((int(t), float(v)) for t, v in bias.items()))
@@ -249,7 +245,7 @@ def _sampling(sampling: Any, given: dict[str, Any], problems: list[str]) -> Samp
 
 
 def _seeds(seed: Any, count: int, problems: list[str]) -> tuple[int, ...]:
-    seeds = list(seed) if isinstance(seed, Sequence) else [seed] * count
+    seeds = list(seed) if isinstance(seed, Sequence | np.ndarray) else [seed] * count
     if len(seeds) != count or not all(is_whole(s, 0, 2**31 - 1) for s in seeds):
         problems.append(
             f"seed must be a whole number in 0..2^31-1, or one for each of the {count} prompts; "
@@ -260,7 +256,7 @@ def _seeds(seed: Any, count: int, problems: list[str]) -> tuple[int, ...]:
 
 
 def _stops(model: "Model", stop: Any, problems: list[str]) -> tuple[str, ...]:
-    stops = [stop] if isinstance(stop, str) else stop or []
+    stops = [] if stop is None else [stop] if isinstance(stop, str) else stop
     if not isinstance(stops, Sequence) or not all(isinstance(one, str) for one in stops):
         problems.append(f"stop must be a string or a list of strings, got {stop!r}")
         return ()
@@ -273,7 +269,7 @@ def _stops(model: "Model", stop: Any, problems: list[str]) -> tuple[str, ...]:
 
 def _stop_ids(model: "Model", stop_tokens: Any, problems: list[str]) -> frozenset[int]:
     ids = model.config.eos if stop_tokens is None else stop_tokens
-    if not isinstance(ids, Sequence | set | frozenset | np.ndarray) or isinstance(ids, str):
+    if not isinstance(ids, Sequence | set | frozenset | np.ndarray) or isinstance(ids, str | bytes):
         problems.append(f"stop_tokens must be a list of token ids, got {stop_tokens!r}")
         return frozenset()
     bad = [i for i in ids if not _is_id(model, i)]
@@ -296,6 +292,9 @@ def _encoded(model: "Model", prompts: Sequence[Prompt]) -> list[list[int]]:
                 )
                 continue
             ids = model.tokenizer.encode(prompt)
+        elif isinstance(prompt, bytes) or not isinstance(prompt, Sequence | np.ndarray):
+            problems.append(f"prompt {i} must be text or token ids, got {prompt!r:.60}")
+            continue
         else:
             ids = list(prompt)
         bad = [t for t in ids if not _is_id(model, t)]
@@ -367,6 +366,8 @@ def generate(
         stop=stop, stop_tokens=stop_tokens, logprobs=logprobs, logit_bias=logit_bias,
         min_new_tokens=min_new_tokens, slots=slots, trip=trip,
     )  # fmt: skip
+    if session:
+        session.end_turn()
     total = sum(len(one.ids) + one.limit for one in requests)
     log = _say if verbose else None
     trips = run(model, requests, options, log, prefix_cache, session)
@@ -428,12 +429,15 @@ def _events(
     cache: PrefixCache | None,
     session: Session | None,
 ) -> Iterator[Event]:
+    before = session.tokens if session else []
     if session:
         session.tokens = list(request.ids)
     sent = 0
     with contextlib.closing(run(model, [request], options, None, cache, session)) as trips:
         for _ in trips:
             if request.error:
+                if session:
+                    session.tokens = before
                 raise FloatingPointError(request.error)
             while sent < len(request.tokens):
                 sent += 1
@@ -456,8 +460,8 @@ def _event(request: Request, options: Options, count: int) -> Event:
 def _prepared(
     model: "Model",
     prompts: Callable[[], list],
-    cache: PrefixCache | None,
-    session: Session | None,
+    cache: Any,
+    session: Any,
     sampling: Any,
     seed: Any,
     **given: Any,
@@ -467,9 +471,13 @@ def _prepared(
     def read() -> tuple[list[list[int]], Options]:
         many = prompts()
         options = _options(model, len(many), sampling, seed, **given)
-        for reused in (cache, session):
-            if reused:
-                reused.refuse_other(model)
+        for name, kind, given_one in (
+            ("prefix_cache", PrefixCache, cache), ("session", Session, session)
+        ):  # fmt: skip
+            if not isinstance(given_one, kind | None):
+                raise PromptError(f"{name} must be a {kind.__name__}, got {given_one!r:.60}")
+            if given_one is not None:
+                given_one.refuse_other(model)
         if session and len(many) != 1:
             raise PromptError(f"a session continues one prompt, got {len(many)}")
         return _encoded(model, many), options

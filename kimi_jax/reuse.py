@@ -231,6 +231,8 @@ class Session:
             if self.model.tokenizer is None:
                 raise PromptError("the prompt is text, and this folder has no tokenizer: give ids")
             prompt = self.model.tokenizer.encode(prompt)
+        if isinstance(prompt, bytes) or not isinstance(prompt, Sequence | np.ndarray):
+            raise PromptError(f"the prompt must be text or token ids, got {prompt!r:.60}")
         return [*self.tokens, *prompt]
 
     # What the engine asks for

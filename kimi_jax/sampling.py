@@ -20,8 +20,12 @@ def is_whole(value: Any, low: int, high: int | None = None) -> bool:
     return low <= int(value) and (high is None or int(value) <= high)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
+def is_number(value: Any) -> bool:
+    """Whether a value is a number that float32 holds, NaN and infinities among them."""
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+        return False
+    largest = float(np.finfo(np.float32).max)
+    return bool(value != value or abs(value) == np.inf or abs(value) <= largest)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,15 +45,15 @@ class Sample:
 
     def __post_init__(self) -> None:
         problems = []
-        if not (_is_number(self.temperature) and 0 <= self.temperature < np.inf):
+        if not (is_number(self.temperature) and 0 <= self.temperature < np.inf):
             problems.append(f"temperature must be a finite number >= 0, got {self.temperature!r}")
         if not is_whole(self.top_k, 0):
             problems.append(f"top_k must be a whole number >= 0 (0: all), got {self.top_k!r}")
         for name in ("top_p", "min_p"):
-            if not (_is_number(getattr(self, name)) and 0 <= getattr(self, name) <= 1):
+            if not (is_number(getattr(self, name)) and 0 <= getattr(self, name) <= 1):
                 problems.append(f"{name} must lie in 0..1, got {getattr(self, name)!r}")
         p = self.repetition_penalty
-        if not (_is_number(p) and 0 < p < np.inf):
+        if not (is_number(p) and np.finfo(np.float32).tiny <= p < np.inf):
             problems.append(f"repetition_penalty must be a finite number > 0, got {p!r}")
         if problems:
             raise PromptError("\n".join(problems))
@@ -153,11 +157,12 @@ def sample(
     Int[Array, "B top"],
     Float[Array, "B top"],
 ]:
-    """The next token of each row, whether its logits could be used (no NaN, some finite maximum),
-    its log-probability and the `top` best, both before bias, penalty, temperature and cuts.
+    """The next token of each row, whether its logits could be used (no NaN, some finite maximum,
+    also after bias and penalty), its log-probability and the `top` best, both before bias, penalty,
+    temperature and cuts.
     """
-    usable = jnp.isfinite(logits.max(-1)) & ~jnp.isnan(logits).any(-1)
     bent = adjusted(logits, rows)
+    usable = jnp.isfinite(logits.max(-1)) & ~jnp.isnan(logits).any(-1) & jnp.isfinite(bent.max(-1))
     ids = jnp.argmax(bent, -1)
     if rows.draws:
         cuts = rows.settings[:, :4]

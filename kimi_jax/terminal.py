@@ -209,7 +209,7 @@ class Conversation:
         if kind != "thinking" or not self._screen.is_one:
             self._screen.end_answer()
         reply = stream.reply
-        remarks = {"length": "cut: no room for more tokens", "interrupted": "interrupted"}
+        remarks = {"length": "cut: as long as it may be", "interrupted": "interrupted"}
         if reply.finish_reason in remarks:
             self._screen.remark(f"[{remarks[reply.finish_reason]}]")
         for problem in reply.problems:

@@ -245,6 +245,11 @@ def test_options_of_the_wrong_type_are_named_at_once(model):
         assert name in str(error.value)
     with pytest.raises(kj.PromptError, match="prompts must be"):
         g._as_list(7)
+    with pytest.raises(kj.PromptError, match=r"prompt 0 must be text or token ids, got b'x'"):
+        g._encoded(model, [b"x"])
+    plain = given | dict(max_new_tokens=1, stop=None, stop_tokens=[], logprobs=False)
+    with pytest.raises(kj.PromptError, match=r"prefix_cache must be a PrefixCache, got \{\}"):
+        g._prepared(model, lambda: [[1]], {}, None, None, 0, temperature=0.0, **plain)
 
 
 def test_all_bad_prompts_are_named_at_once(model):
@@ -289,6 +294,48 @@ def test_options_reach_the_model(model):
     strategy = kj.Sample(temperature=0.0, repetition_penalty=1e6)
     once = model.generate([[3, 1, 4]], sampling=strategy, **SAMPLING)[0].tokens
     assert len({*once, 3, 1, 4}) == len(once) + 3
+
+
+@pytest.mark.parametrize("trip", [1, 8])
+def test_a_penalty_counts_what_the_reply_holds(model, trip):
+    """Within a trip and between trips: of tokens that all others stand behind, each comes once."""
+    bias = {5: 60.0, 6: 55.0, 7: 50.0, 9: 45.0}
+    strategy = kj.Sample(temperature=0.0, repetition_penalty=1e6)
+    options = dict(sampling=strategy, logit_bias=bias, trip=trip, **SAMPLING)
+    assert model.generate([[3, 9]], **options)[0].tokens[:3] == [5, 6, 7]
+
+
+def test_what_leaves_nothing_to_choose_is_an_error(model):
+    """Bias on all ids, or on all but those that must wait."""
+    none = {token: float("-inf") for token in range(83)}
+    for bias, fewest in ((none, 0), (none | {4: 0.0}, 3)):
+        options = dict(logit_bias=bias, min_new_tokens=fewest, max_new_tokens=5, stop_tokens=[4])
+        for temperature in (0.0, 1.0):
+            out = model.generate([[3]], temperature=temperature, **options)[0]
+            assert (out.finish_reason, out.tokens) == ("error", [])
+
+
+def test_numbers_are_such_as_float32_holds(model):
+    for strategy in (dict(temperature=1e39), dict(repetition_penalty=1e-46)):
+        with pytest.raises(kj.PromptError, match=f"{next(iter(strategy))} must be"):
+            kj.Sample(**strategy)
+    with pytest.raises(kj.PromptError, match="logit_bias: 3: 1e"):
+        model.generate([[1]], logit_bias={3: 1e300})
+    assert g._bias(model, {3: np.float32(99)}, []) == ((3, 99.0),)
+
+
+def test_options_compile_few_programs(model):
+    """Whatever the stop ids, the log-probabilities asked for and the trips, up to some size."""
+    compiled = []
+    model.generate([[3, 1, 4]], logprobs=4, **SAMPLING)
+    listen = lambda name, *_, **__: compiled.append(name)  # noqa: E731
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        model.generate([[5]], max_new_tokens=3, stop_tokens=[1, 2, 3], logprobs=3, trip=5)
+        model.generate([[5, 4]], max_new_tokens=3, stop_tokens=range(8), logprobs=4)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert "/jax/core/compile/backend_compile_duration" not in compiled
 
 
 # Slots

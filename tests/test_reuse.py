@@ -296,6 +296,56 @@ def test_a_turn_that_was_broken_off_costs_time_and_nothing_else(one, after):
     near(session.generate([3], **EVERY), cold(one, [*kept, 3]))
 
 
+@pytest.mark.parametrize("nth", range(1, 9))
+def test_a_trip_that_the_host_was_not_told_of_was_seen_all_the_same(one, monkeypatch, nth):
+    """Ctrl-C while the host waits: the state is ahead of what the conversation holds."""
+    session = one.session()
+    session.generate(ids(20), **EVERY)
+    kept, inner, calls = list(session.tokens), engine.to_host, iter(range(1, 99))
+
+    def outer(x):
+        if next(calls) == nth:
+            raise KeyboardInterrupt
+        return inner(x)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(engine, "to_host", outer)
+        session.generate(ids(10, 1), **EVERY | {"max_new_tokens": 30})
+    assert len(session._seen) == int(session._state.length[0])
+    near(session.generate([3], **EVERY), cold(one, [*kept, 3]))
+
+
+def test_a_turn_of_generate_ends_a_stream_too(one):
+    session = one.session()
+    stream = session.stream(ids(9), max_new_tokens=30, stop_tokens=[])
+    next(stream)
+    out = one.generate(ids(7, 1), session=session, **EVERY)[0]
+    assert list(stream) == [] and session.tokens == [*ids(7, 1), *out.tokens]
+
+
+def test_a_session_that_was_reset_knows_nothing(one):
+    """Not even where a prompt of the conversation before it ended."""
+    session = one.session()
+    session.generate(ids(4), **EVERY)
+    session.reset()
+    first = session.generate(ids(20, 1), **EVERY)
+    near(first, cold(one, ids(20, 1)))
+    session.tokens = ids(20, 1)[:10]
+    near(session.generate([3], **EVERY), cold(one, [*ids(20, 1)[:10], 3]))
+
+
+def test_a_stream_that_fails_leaves_the_conversation_as_it_was(one):
+    embed = np.array(one.weights[("embed",)])
+    embed[7] = np.nan
+    broken = dataclasses.replace(one, weights=one.weights | {("embed",): jax.numpy.asarray(embed)})
+    session = broken.session()
+    first = session.generate([9, 8], max_new_tokens=1, stop_tokens=[])
+    with pytest.raises(FloatingPointError):
+        list(session.stream([7], stop_tokens=[]))
+    assert session.tokens == [9, 8, *first.tokens]
+    assert session.generate([9], max_new_tokens=1).error is None
+
+
 def test_a_turn_that_was_left_before_its_first_chunk_has_seen_nothing_new(one):
     session = one.session()
     session.generate(ids(20), **EVERY)
@@ -325,6 +375,8 @@ def test_sessions_refuse_by_name(one):
     session = one.session()
     with pytest.raises(kj.PromptError, match="no tokenizer"):
         session.generate("text")
+    with pytest.raises(kj.PromptError, match=r"text or token ids, got b'x'"):
+        session._whole(b"x")
     with pytest.raises(kj.PromptError, match="one prompt, got 2"):
         one.generate([[1], [2]], session=session)
     with pytest.raises(kj.PromptError, match="another model"):
