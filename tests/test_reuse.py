@@ -416,3 +416,7 @@ def test_a_chat_of_a_session_equals_one_without():
         assert reply.usage.cached_tokens == before
         before = reply.usage.prompt_tokens + 11  # the last token was not taken in yet
         messages.append(reply.message)
+    stream = session.chat(messages[:-1], stream=True, max_new_tokens=90)
+    next(stream)
+    session.reset()
+    assert list(stream) == [] and stream.reply.finish_reason == "interrupted"
