@@ -175,7 +175,8 @@ class _Engine:
         """Chunks of prompts and trips of decoding in turns, until nobody is left."""
         while self.schedule.busy:
             for stage, who in self.schedule.admit():
-                yield self._admit(stage, who)
+                if known := self._admit(stage, who):
+                    yield known
             if self.schedule.staged:
                 yield self._take_in()
             if self.schedule.running:

@@ -272,7 +272,8 @@ class MLA(nnx.Module):
         if step.stripes.ranks == 1:
             return chosen, best > -jnp.inf
         limit = keys.shape[2] * step.stripes.ranks
-        return chosen, keep_best(best, step.positions_of(chosen), U, limit)
+        with jax.named_scope("selection"):
+            return chosen, keep_best(best, step.positions_of(chosen), U, limit)
 
     def _best(
         self, queries: tuple[Array, Array, Array], keys: Array, step: Step

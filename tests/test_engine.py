@@ -24,8 +24,8 @@ from kimi_jax import engine
 from kimi_jax import generate as g
 from kimi_jax.runner import Model
 
-# Selected keys and KDA twice each, the first of them under further layers; every size over 8 ranks.
-CONFIG = dataclasses.replace(MESHED, layers=4, mla_layers=(1, 3), max_positions=2048)
+# Selected keys between layers of KDA; every size over 8 ranks.
+CONFIG = dataclasses.replace(MESHED, mla_layers=(1,), max_positions=2048)
 BOTH, P = ("data", "model"), kj.Placement
 PLACES = {
     "one device": (1, 1, P()),

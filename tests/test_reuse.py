@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from models import MESHED, write
 
 import kimi_jax as kj
-from kimi_jax import engine, generate, reuse
+from kimi_jax import engine, reuse
 from kimi_jax.cli import SHIPPED
 from kimi_jax.helix import Stripes
 
@@ -346,18 +346,19 @@ def test_a_stream_that_fails_leaves_the_conversation_as_it_was(one):
     assert session.generate([9], max_new_tokens=1).error is None
 
 
-def test_a_turn_that_was_left_before_its_first_chunk_has_seen_nothing_new(one):
+def test_a_turn_that_was_left_before_its_first_chunk_has_seen_nothing_new(one, monkeypatch):
+    def interrupt(self):
+        raise KeyboardInterrupt
+
     session = one.session()
     session.generate(ids(20), **EVERY)
-    other = generate.Request(ids(40, 1), 5, 0, generate.TextBuilder(None, ()))
-    options = generate._options(
-        one, 1, None, 0, **EVERY, temperature=0.0, top_p=1.0, top_k=0, stop=None
-    )
-    run = engine.run(one, [other], options, session=session)
-    assert next(run) == 0  # admitted
-    run.close()
+    kept, session.tokens = session.tokens, []
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(engine._Engine, "_take_in", interrupt)
+        session.generate(ids(40, 1), **EVERY)
     assert session._seen == []
-    near(session.generate([3], **EVERY), cold(one, [*ids(20), *session.tokens[20:25], 3]))
+    session.tokens = kept
+    near(session.generate([3], **EVERY), cold(one, [*kept[:25], 3]))
 
 
 def test_a_session_of_a_fixed_length_ends_there(one):
@@ -407,7 +408,7 @@ def test_a_session_leaves_no_prefix_that_a_cold_run_would_not(one):
 def test_a_chat_of_a_session_equals_one_without():
     """Turn by turn, the whole conversation given; what is written as it was made is known."""
     model = kj.load(SHIPPED)
-    session, messages, before = model.session(), [], 0
+    session, messages, before = model.session(max_length=256), [], 0
     for text in ("Alice", "and the Queen?", "why"):
         messages.append({"role": "user", "content": text})
         options = dict(max_new_tokens=12, temperature=0.0)
