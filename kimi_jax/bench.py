@@ -29,7 +29,7 @@ from .model import Stack, build, declare
 from .placement import Placement, to_device
 from .reductions import Reduction, traffic
 from .runner import Model, Program, default_dtype, make_program
-from .state import State, Step
+from .state import STATE_DIMS, State, Step
 
 Row = tuple[str | int | float, ...]
 SPEED_COLUMNS = ("step", "batch", "tokens", "compile_s", "step_ms", "tokens_per_s")
@@ -164,7 +164,7 @@ def _noisy(state: State) -> State:
     rng, number = np.random.default_rng(0), jnp.dtype(state.home.dtype)
 
     def fill(path: tuple, x: Array) -> Array:
-        if path[-1].name not in ("latents", "index_keys"):
+        if "S" not in STATE_DIMS[path[-1].name]:
             return x
         noise = rng.standard_normal(x.shape, np.float32).astype(number).view(x.dtype)
         return jax.make_array_from_callback(x.shape, x.sharding, lambda index: noise[index])
@@ -187,7 +187,7 @@ def _selection(model: Model, B: int, T: int) -> Callable[[State], list]:
 
     @jax.jit
     def whole(weights: dict, state: State, x: Array, latent: Array) -> list:
-        specs = dataclasses.replace(program.state_specs(), max_length=state.max_length)
+        specs = program.state_specs(state.max_length)
         return program._shard(one, (specs, rows, rows), rows)(weights, state, x, latent)
 
     rng, sharding = np.random.default_rng(0), NamedSharding(model.mesh, rows)

@@ -751,6 +751,8 @@ def chat(
             "temperature": TEMPERATURE if temperature is None else temperature,
             "top_p": TOP_P if top_p is None else top_p,
         }
+    if session is not None:
+        session.tokens = []  # the prompt is the whole conversation
     events = model.stream(
         prompt,
         max_new_tokens=max_new_tokens,

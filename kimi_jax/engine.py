@@ -153,7 +153,8 @@ class _Engine:
             self.slots, self.resumed = session.resume(requests[due[0]].ids, longest)
         else:
             S = capacity(longest, model.config.max_positions)
-            model.program.refuse_what_exceeds(slots if self.in_place else slots + stages, S)
+            if not self.in_place:  # both together
+                model.program.refuse_what_exceeds(slots + stages, S)
             self.slots = model.new_state(slots, S)
         S = self.slots.max_length
         self._stages = self.slots if self.in_place else model.new_state(stages, S)
@@ -237,7 +238,7 @@ class _Engine:
         if not self.in_place:
             self.slots = self.model.program.transfer(self.stages, stage, self.slots, slot)
         if self.session:
-            self.session.mark(self.slots)
+            self.session.mark(self.slots, len(one.ids))
         one.ready = time.perf_counter()
 
     def _decode(self) -> int:

@@ -281,8 +281,12 @@ def _is_id(model: "Model", token: Any) -> bool:
     return is_whole(token, 0, model.config.vocab - 1)
 
 
-def _encoded(model: "Model", prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Every prompt as ids, or one error that names each prompt that cannot run."""
+def _encoded(
+    model: "Model", prompts: Sequence[Prompt], before: Sequence[int] = ()
+) -> list[list[int]]:
+    """Every prompt as ids, behind what it continues, or one error that names each prompt that
+    cannot run.
+    """
     encoded, problems = [], []
     for i, prompt in enumerate(prompts):
         if isinstance(prompt, str):
@@ -303,9 +307,9 @@ def _encoded(model: "Model", prompts: Sequence[Prompt]) -> list[list[int]]:
                 f"prompt {i}: {bad[0]!r} is no token id "
                 f"below the vocabulary of {model.config.vocab}"
             )
-        elif not ids:
+        elif not ids and not before:
             problems.append(f"prompt {i} is empty")
-        encoded.append(ids)
+        encoded.append([*before, *ids])
     if problems:
         raise PromptError("\n".join(problems))
     return encoded
@@ -354,8 +358,8 @@ def generate(
     ids, []: none), not before `min_new_tokens`. `logprobs`: True, or how many best tokens to report
     beside the chosen one. `logit_bias`: numbers added to the logits of ids. `trip`: steps that run
     on the device before the host sees their tokens. `prefix_cache`: a `PrefixCache`, which gives
-    and keeps what prompts begin with. `session`: a `Session` whose tokens the one prompt continues,
-    those included (`Session.generate` takes the new ones alone). `verbose` prints a line per event.
+    and keeps what prompts begin with. `session`: a `Session` that the one prompt continues.
+    `verbose` prints a line per event.
 
     Options and prompts that make no sense raise `PromptError` before anything runs. A prompt that
     leaves no room for a reply, and logits that cannot be used, are the error of their own result.
@@ -480,7 +484,7 @@ def _prepared(
                 given_one.refuse_other(model)
         if session and len(many) != 1:
             raise PromptError(f"a session continues one prompt, got {len(many)}")
-        return _encoded(model, many), options
+        return _encoded(model, many, session.tokens if session else ()), options
 
     encoded, options = together("a prompt or an option", read)
     known = (cache and cache.stats, session and session.tokens)

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .collectives import DATA
 from .placement import to_device, to_host
-from .plan import device_memory, plan
+from .plan import device_memory
 from .sampling import PromptError, is_whole
 
 if TYPE_CHECKING:
@@ -88,10 +88,7 @@ class PrefixCache:
 
     def _refuse_what_exceeds(self) -> None:
         program, memory = self.model.program, device_memory(self.model.program.mesh)
-        least = plan(
-            program.config, program.mesh, program.place,
-            batch=1, context=self.model.chunk, dtype=program.dtype, packed=program.packed,
-        ).total_bytes  # fmt: skip
+        least = program.plan(1, self.model.chunk).total_bytes
         if memory is not None and least + self._limit > memory:
             raise ValueError(
                 f"bytes={self._limit:,} beside {least:,} of the model and one request: more than "
@@ -187,26 +184,23 @@ class Session:
         self._fixed = max_length is not None
         self._state: State | None = None
         self._seen: list[int] = []  # what the state has taken in
-        self._marks: list[State] = []  # memories where the latest prompts ended, the last one last
+        self._marks: list[tuple[int, State]] = []  # lengths of the latest prompts, memories there
         self._turn: Any = None
 
     def generate(self, prompt: str | Sequence[int], **options: Any) -> "Completion":
         """Continue the conversation with more text or ids, and a reply; options as in
         `kimi_jax.generate.generate`.
         """
-        self.end_turn()
-        return self.model.generate([self._whole(prompt)], session=self, **options)[0]
+        return self.model.generate([prompt], session=self, **options)[0]
 
     def stream(self, prompt: str | Sequence[int], **options: Any) -> Iterator["Event"]:
         """`generate` as a stream; what was yielded is what the conversation goes on from."""
-        self.end_turn()
-        return self.model.stream(self._whole(prompt), session=self, **options)
+        return self.model.stream(prompt, session=self, **options)
 
     def chat(self, messages: Any, *more: Any, **options: Any) -> "Reply | ChatStream":
         """`Model.chat` of a whole conversation, of which what the state has seen is not computed
         again.
         """
-        self.end_turn()
         return self.model.chat(messages, *more, session=self, **options)
 
     def reset(self) -> None:
@@ -225,15 +219,6 @@ class Session:
         mine = self.model
         if mine.program is not model.program or mine.weights is not model.weights:
             raise PromptError("the session is of another model")
-
-    def _whole(self, prompt: str | Sequence[int]) -> list[int]:
-        if isinstance(prompt, str):
-            if self.model.tokenizer is None:
-                raise PromptError("the prompt is text, and this folder has no tokenizer: give ids")
-            prompt = self.model.tokenizer.encode(prompt)
-        if isinstance(prompt, bytes) or not isinstance(prompt, Sequence | np.ndarray):
-            raise PromptError(f"the prompt must be text or token ids, got {prompt!r:.60}")
-        return [*self.tokens, *prompt]
 
     # What the engine asks for
 
@@ -256,11 +241,11 @@ class Session:
         begins[0] = shared
         return dataclasses.replace(state, length=to_device(begins, rows)), shared
 
-    def mark(self, state: "State") -> None:
-        """A prompt ends here: its memories are copied. Those of the prompt before are kept too, for
-        a turn that is asked again.
+    def mark(self, state: "State", length: int) -> None:
+        """A prompt of such a length ends here: its memories are copied. Those of the prompt before
+        are kept too, for a turn that is asked again.
         """
-        self._marks = [*self._marks[-1:], self.model.program.take(state, 0, 0, 0)]
+        self._marks = [*self._marks[-1:], (length, self.model.program.take(state, 0, 0, 0))]
 
     def keep(self, state: "State", ids: Sequence[int]) -> None:
         """Take the state back, unless a step that was broken off has consumed it; `ids` begin with
@@ -271,12 +256,11 @@ class Session:
 
     def _return(self, state: "State", shared: int) -> tuple["State", int]:
         """Back to the last mark among the first `shared` tokens; to none where there is no such."""
-        marks = [one for one in self._marks if int(to_host(one.length)[0]) <= shared]
-        self._marks = marks
-        if not marks:
+        self._marks = [(length, copy) for length, copy in self._marks if length <= shared]
+        if not self._marks:
             return state, 0
-        length = int(to_host(marks[-1].length)[0])
-        return self.model.program.put(state, 0, marks[-1], length), length
+        length, copy = self._marks[-1]
+        return self.model.program.put(state, 0, copy, length), length
 
     def _room(self, length: int) -> int:
         """Slots for so many tokens: growth is rare, as each size compiles its own programs."""

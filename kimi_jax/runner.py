@@ -34,7 +34,7 @@ from .placement import (
     to_host,
     to_mesh,
 )
-from .plan import DTYPES, PREFILL_ROWS, device_memory, plan, refuse_what_exceeds
+from .plan import DTYPES, PREFILL_ROWS, Plan, device_memory, plan, refuse_what_exceeds
 from .progress import Progress
 from .reuse import Session
 from .sampling import Rows, sample
@@ -155,11 +155,14 @@ class Program:
         """Raise `PlacementError`, with the plan, where a device cannot hold the weights and such a
         state.
         """
-        planned = plan(
+        refuse_what_exceeds(self.plan(batch, context), device_memory(self.mesh))
+
+    def plan(self, batch: int, context: int) -> Plan:
+        """What each device holds with a state of such size."""
+        return plan(
             self.config, self.mesh, self.place,
             batch=batch, context=context, dtype=self.dtype, packed=self.packed,
         )  # fmt: skip
-        refuse_what_exceeds(planned, device_memory(self.mesh))
 
     def state_specs(self, S: int = 1) -> Any:
         """The mesh axes of every array of a state for S tokens, by name."""

@@ -9,14 +9,13 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import jax
 import numpy as np
+from book import SHIPPED
 
 import kimi_jax as kj
 
-SHIPPED = Path(kj.__file__).parent / "shipped"
 SLOTS = (1, 4, 8, 16)
 COMPILED = "/jax/core/compile/backend_compile_duration"
 

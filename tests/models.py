@@ -4,6 +4,7 @@ door.
 
 import dataclasses
 
+import jax
 import numpy as np
 
 import kimi_jax as kj
@@ -65,3 +66,15 @@ def prompts(config: kj.Config, lengths, seed: int = 0) -> tuple[np.ndarray, np.n
     return rng.integers(0, config.vocab, (len(lengths), max(lengths))).astype(np.int32), np.array(
         lengths, np.int32
     )
+
+
+def compilations(action):
+    """How many programs an action compiles, and what it returns."""
+    names = []
+    listen = lambda name, *_, **__: names.append(name)  # noqa: E731
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        done = action()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    return names.count("/jax/core/compile/backend_compile_duration"), done

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import ROOT
-from models import MESHED, write
+from models import MESHED, compilations, write
 from test_mesh import free_address
 from tolerances import PATHS
 
@@ -48,19 +48,6 @@ def prompts_of(lengths, seed=0):
 
 # Sixteen prompts through four slots.
 PROMPTS = prompts_of((*ORDER, *ORDER[::-1]))
-COMPILED = "/jax/core/compile/backend_compile_duration"
-
-
-def compilations(action):
-    """How many programs an action compiles, and what it returns."""
-    names = []
-    listen = lambda name, *_, **__: names.append(name)  # noqa: E731
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        done = action()
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
-    return names.count(COMPILED), done
 
 
 @pytest.fixture(scope="module")

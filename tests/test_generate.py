@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import AWKWARD, write
+from models import AWKWARD, compilations, write
 
 import kimi_jax as kj
 from kimi_jax import generate as g
@@ -326,16 +326,13 @@ def test_numbers_are_such_as_float32_holds(model):
 
 def test_options_compile_few_programs(model):
     """Whatever the stop ids, the log-probabilities asked for and the trips, up to some size."""
-    compiled = []
     model.generate([[3, 1, 4]], logprobs=4, **SAMPLING)
-    listen = lambda name, *_, **__: compiled.append(name)  # noqa: E731
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
+
+    def others():
         model.generate([[5]], max_new_tokens=3, stop_tokens=[1, 2, 3], logprobs=3, trip=5)
         model.generate([[5, 4]], max_new_tokens=3, stop_tokens=range(8), logprobs=4)
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
-    assert "/jax/core/compile/backend_compile_duration" not in compiled
+
+    assert compilations(others)[0] == 0
 
 
 # Slots
@@ -403,16 +400,13 @@ def test_results_do_not_depend_on_slots_and_trips(model, slots, trip):
 
 def test_streaming_and_generating_share_their_programs(model):
     """Whatever the trips: prompts of one bucket, one request."""
-    compiled = []
     model.generate([[3, 1, 4]], **SAMPLING)
-    listen = lambda name, *_, **__: compiled.append(name)  # noqa: E731
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
+
+    def others():
         list(model.stream([5, 6], max_new_tokens=9, stop_tokens=[]))
         model.generate([[5, 6]], max_new_tokens=9, stop_tokens=[], trip=3)
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
-    assert "/jax/core/compile/backend_compile_duration" not in compiled
+
+    assert compilations(others)[0] == 0
 
 
 def test_a_closed_stream_leaves_the_model_usable(model):
