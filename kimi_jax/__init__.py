@@ -14,18 +14,25 @@ Program.step (jit, shard_map) -> Kimi -> Stack -> Layer [mix -> KDA | MLA -> mix
 norm, head -> sample -> TextBuilder.
 """
 
-from .chat import ChatError, ChatEvent, ChatStream, Reply, ToolCall
-from .checkpoint import CheckpointError
-from .config import Config, ConfigError
+from .chat import ChatEvent, ChatStream, Reply, ToolCall
+from .config import Config
+from .errors import (
+    ChatError,
+    CheckpointError,
+    ConfigError,
+    PlacementError,
+    PromptError,
+    RequestError,
+    TokenizerError,
+)
 from .generate import Completion, Event, Usage
 from .handover import load_state, move
-from .placement import Placement, PlacementError, make_mesh
+from .placement import Placement, make_mesh
 from .plan import Plan, plan
 from .reductions import copy_engine_flags
 from .reuse import CacheStats, PrefixCache, Session
-from .runner import Model, RequestError, load
-from .sampling import Greedy, PromptError, Sample, TokenLogprob
-from .tokenizer import TokenizerError
+from .runner import Model, load
+from .sampling import Greedy, Sample, TokenLogprob
 
 __all__ = [
     "CacheStats",

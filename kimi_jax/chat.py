@@ -24,10 +24,11 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from .errors import ChatError, TokenizerError
 from .generate import Usage, overlap
 from .reuse import PrefixCache, Session
 from .sampling import Sample, TokenLogprob
-from .tokenizer import Tokenizer, TokenizerError
+from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from .runner import Model
@@ -47,12 +48,6 @@ _KEYS = {
     "tool": ("tool_call_id", "name"),
 }
 _IMAGES = ("image", "image_url", "input_image")
-
-
-class ChatError(ValueError):
-    """A conversation or a tokenizer that chat cannot use: one line for every problem, nothing
-    computed.
-    """
 
 
 @dataclasses.dataclass(frozen=True)

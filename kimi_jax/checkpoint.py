@@ -26,19 +26,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from . import mxfp4
-from .config import Config, Problems
+from .config import Config
+from .errors import CheckpointError
 
 ROOT = "language_model."
 _INDEX_FILE = "model.safetensors.index.json"
 _SINGLE_FILE = "model.safetensors"
 _SKIPPED = ("vision_tower.", "mm_projector.")  # the released model sees; this one reads text
 _PADDED_HEADS = 128  # the released a_log is padded with zeros to this many
-
-
-class CheckpointError(Problems):
-    """A checkpoint that cannot be used, with all its problems, each naming a file or a tensor."""
-
-    subject = "the checkpoint"
 
 
 class Tensor(NamedTuple):

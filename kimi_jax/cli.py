@@ -59,14 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _refusals() -> tuple[type[Exception], ...]:
     """What says that the input is at fault."""
-    from . import chat, checkpoint, config, placement, runner, sampling, tokenizer
+    from .errors import InputError
 
     files = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
-    return (
-        *(Refused, NotImplementedError, *files),
-        *(checkpoint.CheckpointError, config.ConfigError, tokenizer.TokenizerError),
-        *(sampling.PromptError, chat.ChatError, runner.RequestError, placement.PlacementError),
-    )
+    return (Refused, InputError, NotImplementedError, *files)
 
 
 # Options.

@@ -16,33 +16,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-_PRINTED = 40  # problems an error prints, and layers a problem names
+from .errors import ConfigError
 
-
-class Problems(ValueError):
-    """Everything that is wrong with one `subject`; printing leaves out what comes after 40."""
-
-    subject = "the input"
-
-    def __init__(self, *problems: str) -> None:
-        super().__init__(*problems)
-
-    @property
-    def problems(self) -> tuple[str, ...]:
-        """One line for each problem found."""
-        return self.args
-
-    def __str__(self) -> str:
-        count = len(self.problems)
-        title = f"{count} problem{'s' if count != 1 else ''} in {self.subject}:"
-        more = [f"and {count - _PRINTED} more"] if count > _PRINTED else []
-        return "\n  ".join([title, *self.problems[:_PRINTED], *more])
-
-
-class ConfigError(Problems):
-    """A config that cannot be used, with every problem: each names its key and value."""
-
-    subject = "the model config"
+_LISTED = 40  # layers a problem names
 
 
 @dataclass(frozen=True)
@@ -625,8 +601,8 @@ def _check_partition(
 
 def _some(layers: Collection[int]) -> str:
     """The layers in order, the first of them where they are many."""
-    more = f" and {len(layers) - _PRINTED} more" if len(layers) > _PRINTED else ""
-    return f"{sorted(layers)[:_PRINTED]}{more}"
+    more = f" and {len(layers) - _LISTED} more" if len(layers) > _LISTED else ""
+    return f"{sorted(layers)[:_LISTED]}{more}"
 
 
 def _read_dsa(text: _Section, top: _Section, mla: tuple[int, ...] | None) -> dict[str, Any]:

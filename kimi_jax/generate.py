@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .engine import run
+from .errors import PromptError
+from .numerics import is_number, is_whole
 from .placement import agree, together
 from .progress import Progress
 from .reuse import PrefixCache, Session
-from .sampling import PromptError, Sample, TokenLogprob, is_number, is_whole
+from .sampling import Sample, TokenLogprob
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -18,11 +18,12 @@ from jaxtyping import Array
 
 from .collectives import DATA
 from .config import Config
+from .errors import PlacementError, RequestError
 from .helix import Stripes
 from .model import Span, holders
-from .placement import Placement, PlacementError, agree, mesh_sizes, settle, to_host, together
+from .placement import Placement, agree, mesh_sizes, settle, to_host, together
 from .plan import device_memory, plan
-from .runner import Model, Program, RequestError, differences, make_program, refuse_what_is_no_state
+from .runner import Model, Program, differences, make_program, refuse_what_is_no_state
 from .state import STATE_DIMS, State
 
 FORMAT = 1

@@ -19,6 +19,7 @@ from jaxtyping import Array
 
 from .collectives import DATA, MODEL
 from .config import Config
+from .errors import PlacementError
 from .helix import Stripes
 from .reductions import Reduction, acting, choose
 
@@ -30,10 +31,6 @@ AXIS_OF_DIM = {"B": DATA, "H": MODEL, "F": MODEL, "Z": MODEL}
 Done = TypeVar("Done")
 
 Sizes = Mapping[str, int]  # mesh axis -> ranks: all that shapes and checks need of a mesh
-
-
-class PlacementError(ValueError):
-    """A placement that does not fit: every dimension that is in the way, in one message."""
 
 
 def make_mesh(data: int = 1, model: int = 1) -> Mesh:

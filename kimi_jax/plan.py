@@ -18,9 +18,10 @@ from jax.typing import DTypeLike
 
 from .collectives import DATA, MODEL
 from .config import Config
+from .errors import PlacementError
 from .helix import Stripes
 from .model import Declared, Kimi, declare, new_state, spans
-from .placement import Placement, PlacementError, Sizes, cut_ranks, mesh_sizes, say_mesh
+from .placement import Placement, Sizes, cut_ranks, mesh_sizes, say_mesh
 from .reductions import Reduction, Traffic, traffic, two_shot_rows
 from .state import STATE_DIMS
 

@@ -14,9 +14,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .collectives import DATA
+from .errors import PromptError
+from .numerics import is_whole
 from .placement import to_device, to_host
 from .plan import device_memory
-from .sampling import PromptError, is_whole
 
 if TYPE_CHECKING:
     from .chat import ChatStream, Reply

@@ -22,11 +22,11 @@ from . import generate as generation
 from .checkpoint import Checkpoint
 from .collectives import DATA, MODEL, all_gather, rank, ranks
 from .config import Config
+from .errors import PlacementError, RequestError
 from .helix import Stripes
 from .model import Kimi, build, declare, new_state, slice_sizes, spans
 from .placement import (
     Placement,
-    PlacementError,
     agree,
     make_mesh,
     mesh_sizes,
@@ -45,10 +45,6 @@ Ids = ArrayLike | Sequence  # whole numbers, as an array or nested lists
 
 BUCKETS = (1, *PREFILL_ROWS)
 SCAN_FROM = 24  # layers from which a scan pays on CPU too: unrolled runs faster, compiles slower
-
-
-class RequestError(ValueError):
-    """Tokens, lengths or a state that a step cannot take; nothing has been computed."""
 
 
 def bucket(T: int, chunk: int) -> int:

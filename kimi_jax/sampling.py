@@ -1,31 +1,14 @@
 """Which token comes next: strategies, and how they choose on the device."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
-
-class PromptError(ValueError):
-    """Prompts or options that cannot run: every problem in one message, nothing computed."""
-
-
-def is_whole(value: Any, low: int, high: int | None = None) -> bool:
-    """Whether a value is a whole number in low..high."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        return False
-    return low <= int(value) and (high is None or int(value) <= high)
-
-
-def is_number(value: Any) -> bool:
-    """Whether a value is a number that float32 holds, NaN and infinities among them."""
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
-        return False
-    largest = float(np.finfo(np.float32).max)
-    return bool(value != value or abs(value) == np.inf or abs(value) <= largest)
+from .errors import PromptError
+from .numerics import is_number, is_whole
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,9 +12,9 @@ from typing import Any
 
 from rich.console import Console
 
-from .chat import ChatError, ChatStream, Reply
+from .chat import ChatStream, Reply
+from .errors import ChatError, PromptError
 from .generate import Usage
-from .sampling import PromptError
 
 HELP = """\
 /reset   begin a new conversation (the system prompt stays)

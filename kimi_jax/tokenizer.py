@@ -18,6 +18,8 @@ from typing import Any
 import regex
 import tiktoken
 
+from .errors import TokenizerError
+
 RANKS_FILE = "tiktoken.model"
 CONFIG_FILE = "tokenizer_config.json"
 
@@ -45,10 +47,6 @@ _CHUNK_CHARS = 400_000
 _RUN_CHARS = 25_000
 _RUN = re.compile(r"\s+|\S+")
 _SURROGATE = re.compile("[\ud800-\udfff]")
-
-
-class TokenizerError(ValueError):
-    """Files, text or ids the tokenizer refuses; for files, one line for every problem."""
 
 
 class Tokenizer:

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kimi_jax.config import Config, ConfigError, Problems
+from kimi_jax.config import Config
+from kimi_jax.errors import ConfigError, Problems
 
 TEXT = {
     "hidden_size": 256,

@@ -14,7 +14,7 @@ import pytest
 from models import AWKWARD, FAMILY, MESHED, write
 
 import kimi_jax as kj
-from kimi_jax.placement import PlacementError
+from kimi_jax.errors import PlacementError
 from kimi_jax.plan import (
     APART,
     INPUTS,

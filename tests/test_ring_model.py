@@ -19,7 +19,7 @@ from tolerances import CHOSEN_SUMS
 
 import kimi_jax as kj
 from kimi_jax import bench, cli, collectives
-from kimi_jax.placement import PlacementError
+from kimi_jax.errors import PlacementError
 from kimi_jax.reductions import SUM, Reduction, emulate
 from kimi_jax.runner import make_program
 

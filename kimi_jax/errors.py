@@ -1,0 +1,100 @@
+"""Every error that the package raises for bad input, and how values are quoted in messages.
+
+All derive from `InputError`, whose text is safe to print: an error often quotes a file that nobody
+has checked yet. Nothing has been computed, allocated or written when one of them is raised.
+"""
+
+from typing import Any
+
+_PRINTED = 40  # problems an error prints
+_LINE = 2_000  # characters of a line that an error prints
+_VALUE = 120  # characters of a value that a message quotes
+
+
+class InputError(ValueError):
+    """Input that cannot be used. `str()` escapes what a terminal would obey and shortens lines."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
+
+
+class Problems(InputError):
+    """Everything that is wrong with one `subject`; printing leaves out what comes after 40."""
+
+    subject = "the input"
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__(*problems)
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """One line for each problem found."""
+        return self.args
+
+    def __str__(self) -> str:
+        count = len(self.problems)
+        title = f"{count} problem{'s' if count != 1 else ''} in {self.subject}:"
+        more = [f"and {count - _PRINTED} more"] if count > _PRINTED else []
+        return printable("\n  ".join([title, *map(str, self.problems[:_PRINTED]), *more]))
+
+
+class ConfigError(Problems):
+    """A config that cannot be used, with every problem: each names its key and value."""
+
+    subject = "the model config"
+
+
+class CheckpointError(Problems):
+    """A checkpoint that cannot be used, with all its problems, each naming a file or a tensor."""
+
+    subject = "the checkpoint"
+
+
+class TokenizerError(InputError):
+    """Files, text or ids the tokenizer refuses; for files, one line for every problem."""
+
+
+class PlacementError(InputError):
+    """A placement that does not fit: every dimension that is in the way, in one message."""
+
+
+class RequestError(InputError):
+    """Tokens, lengths or a state that a step cannot use."""
+
+
+class PromptError(InputError):
+    """Prompts or options that cannot run: every problem in one message."""
+
+
+class ChatError(InputError):
+    """A conversation or a tokenizer that chat cannot use: one line for every problem."""
+
+
+def printable(text: str) -> str:
+    """Text that a terminal only shows: control, format and surrogate characters are escaped (line
+    breaks stay), and of a line of more than 2,000 characters the middle is left out.
+    """
+    return "\n".join(shortened(_escaped(line), _LINE) for line in text.split("\n"))
+
+
+def shown(value: Any) -> str:
+    """`repr` of a value for a message: escaped and at most 120 characters long."""
+    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 400:
+        return f"a whole number of {value.bit_length():,} bits"  # Python refuses to print it
+    if isinstance(value, str):
+        value = shortened(value, _VALUE)
+    return shortened(_escaped(repr(value)), _VALUE)
+
+
+def shortened(text: str, limit: int) -> str:
+    """A text of at most `limit` characters or so, its middle left out where it is longer."""
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]}… ({len(text) - 2 * half:,} characters) …{text[-half:]}"
+
+
+def _escaped(text: str) -> str:
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
