@@ -14,8 +14,7 @@ Program.step (jit, shard_map) -> Kimi -> Stack -> Layer [mix -> KDA | MLA -> mix
 norm, head -> sample -> TextBuilder.
 """
 
-from .chat import ChatEvent, ChatStream, Reply, ToolCall
-from .config import Config
+from .config.config import Config
 from .errors import (
     ChatError,
     CheckpointError,
@@ -25,14 +24,15 @@ from .errors import (
     RequestError,
     TokenizerError,
 )
-from .generate import Completion, Event, Usage
-from .handover import load_state, move
-from .placement import Placement, make_mesh
-from .plan import Plan, plan
-from .reductions import copy_engine_flags
-from .reuse import CacheStats, PrefixCache, Session
-from .runner import Model, load
-from .sampling import Greedy, Sample, TokenLogprob
+from .generation.chat import ChatEvent, ChatStream, Reply, ToolCall
+from .generation.generate import Completion, Event, Usage
+from .generation.sessions import CacheStats, PrefixCache, Session
+from .parallel.placement import Placement, make_mesh
+from .parallel.reductions import copy_engine_flags
+from .runtime.memory import Plan, plan
+from .runtime.reshard import load_state, move
+from .runtime.runner import Model, load
+from .runtime.sampling import Greedy, Sample, TokenLogprob
 
 __all__ = [
     "CacheStats",

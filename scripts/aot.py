@@ -31,10 +31,10 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
 import kimi_jax as kj
-from kimi_jax.bench import compile_step
-from kimi_jax.collectives import DATA, MODEL
-from kimi_jax.runner import make_program
-from kimi_jax.state import Forms
+from kimi_jax.cli.measure import compile_step
+from kimi_jax.model.state import Forms
+from kimi_jax.parallel.collectives import DATA, MODEL
+from kimi_jax.runtime.runner import make_program
 
 TARGET = """\
 gpu_device_info {

@@ -38,11 +38,12 @@ from eval_small import evaluate
 from jax.sharding import PartitionSpec
 
 import kimi_jax as kj
-from kimi_jax import collectives, make_mesh
-from kimi_jax.collectives import all_reduce
-from kimi_jax.reductions import Reduction, emulate
-from kimi_jax.state import Forms
-from kimi_jax.tokenizer import Tokenizer
+from kimi_jax import make_mesh
+from kimi_jax.model.state import Forms
+from kimi_jax.parallel import collectives
+from kimi_jax.parallel.collectives import all_reduce
+from kimi_jax.parallel.reductions import Reduction, emulate
+from kimi_jax.text.tokenizer import Tokenizer
 
 Draw = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
 

@@ -26,11 +26,12 @@ import regex
 from book import BATCH, BOOK, SHIPPED, split, windows
 
 import kimi_jax as kj
-from kimi_jax import mxfp4, tokenizer
-from kimi_jax.checkpoint import save_hf, shapes, to_hf
-from kimi_jax.model import declare
-from kimi_jax.runner import make_program
-from kimi_jax.state import TRAINING
+from kimi_jax.checkpoint.reader import save_hf, shapes, to_hf
+from kimi_jax.model import mxfp4
+from kimi_jax.model.decoder import declare
+from kimi_jax.model.state import TRAINING
+from kimi_jax.runtime.runner import make_program
+from kimi_jax.text import tokenizer
 
 RANKS = 448
 SPECIAL = (

@@ -13,13 +13,13 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from kimi_jax import mxfp4
-from kimi_jax.config import Config
-from kimi_jax.layers import Expert
-from kimi_jax.mla import MLA
-from kimi_jax.moe import Experts
-from kimi_jax.placement import make_mesh
-from kimi_jax.state import Forms, KDAState, MLAState, Step, cache_dtype
+from kimi_jax.config.config import Config
+from kimi_jax.model import mxfp4
+from kimi_jax.model.layers import Expert
+from kimi_jax.model.mla import MLA
+from kimi_jax.model.moe import Experts
+from kimi_jax.model.state import Forms, KDAState, MLAState, Step, cache_dtype
+from kimi_jax.parallel.placement import make_mesh
 
 # Norms, convolution, SiTU
 

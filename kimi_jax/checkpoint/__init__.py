@@ -1,0 +1,1 @@
+"""Checkpoint folders: names, headers, reading and writing."""

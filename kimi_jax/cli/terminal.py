@@ -1,0 +1,217 @@
+"""The conversation of `kimi-jax chat`: reads turns, shows replies as they come, obeys /commands.
+
+On a terminal all goes to standard output, thinking and remarks dimmed. Where standard output is a
+file or a pipe it gets the answers alone, and standard error the rest.
+"""
+
+import contextlib
+import dataclasses
+import re
+import sys
+from typing import Any
+
+from rich.console import Console
+
+from ..errors import ChatError, PromptError
+from ..generation.chat import ChatStream, Reply
+from ..generation.generate import Usage
+
+HELP = """\
+/reset   begin a new conversation (the system prompt stays)
+/stats   tokens and speed
+/help    this text
+/quit    leave, as Ctrl-D does
+A line that ends in \\ goes on in the next one; lines between two lines of \"\"\" are one turn.
+Ctrl-C ends a reply that is being made; at the prompt it leaves."""
+_BLOCK = '"""'
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+class Screen:
+    """Where answers and remarks go."""
+
+    def __init__(self) -> None:
+        self._out = Console(markup=False, highlight=False)
+        self.is_one = self._out.is_terminal
+        beside = Console(stderr=True, markup=False, highlight=False)
+        self._aside = self._out if self.is_one else beside
+
+    def answer(self, text: str) -> None:
+        """A piece of an answer."""
+        self._write(self._out, text, None)
+
+    def aside(self, text: str) -> None:
+        """A piece of thinking or of a remark."""
+        self._write(self._aside, text, "dim")
+
+    def remark(self, text: str) -> None:
+        """A remark of whole lines."""
+        self.aside(f"{text}\n")
+
+    def end_answer(self) -> None:
+        """Ends the line of an answer."""
+        self._write(self._out, "\n", None)
+
+    def _write(self, console: Console, text: str, style: str | None) -> None:
+        if console.is_terminal:
+            text = _CONTROLS.sub("\ufffd", text)  # what a model writes must not steer a terminal
+        with console.capture() as said:  # rich would end the program where a pipe is closed
+            console.print(text, end="", style=style, soft_wrap=True)
+        console.file.write(said.get())
+        console.file.flush()
+
+
+@dataclasses.dataclass
+class Total:
+    """What the replies since the last reset have taken."""
+
+    replies: int = 0
+    tokens: int = 0
+    last: Usage | None = None
+
+    def add(self, usage: Usage) -> None:
+        """Counts one more reply."""
+        self.replies += 1
+        self.tokens += usage.generated_tokens
+        self.last = usage
+
+    def say(self, context: int) -> str:
+        """The counts, and the speed of the last reply."""
+        if self.last is None:
+            return "no reply yet"
+        usage = self.last
+        used = usage.prompt_tokens + usage.generated_tokens
+        after = max(0, usage.generated_tokens - 1)
+        speed = after / usage.decode_seconds if after and usage.decode_seconds else 0.0
+        lines = (
+            f"replies {self.replies}, their tokens {self.tokens:,}",
+            f"context {used:,} of {context:,} tokens",
+            f"last reply: {usage.prompt_tokens:,} prompt tokens, {usage.cached_tokens:,} of them "
+            f"known, in {usage.prefill_seconds:.2f} s, "
+            f"{usage.generated_tokens:,} new tokens at {speed:.1f} tok/s",
+        )
+        return "\n".join((*lines, *(["compiling included"] if self.replies == 1 else [])))
+
+
+class Conversation:
+    """Turns typed or piped in, and the model's replies to them, until the input ends or /quit.
+
+    Ctrl-C ends a reply, which stays in the conversation as far as it came; at the prompt it raises
+    KeyboardInterrupt. On a terminal a turn that cannot run is said and left out; without one it
+    raises, as nobody would see it.
+    """
+
+    def __init__(self, model: Any, system: str | None = None, seed: int = 0, **options: Any):
+        self._model = model
+        self._seed = seed
+        self._system = system
+        self._options = options
+        self._screen = Screen()
+        self._is_typed = sys.stdin.isatty()
+        self._session = model.session()
+        self.reset()
+        if self._is_typed:
+            with contextlib.suppress(ImportError):  # not on every system; with it, input() has
+                import readline  # noqa: F401 - a history and can be edited
+
+    def reset(self) -> None:
+        """Forgets all but the system prompt."""
+        self.messages = [{"role": "system", "content": self._system}] if self._system else []
+        self.total = Total()
+        self._session.reset()
+
+    def run(self) -> None:
+        """Takes turns until the end."""
+        if self._is_typed:
+            self._screen.remark("/help says what can be typed here")
+        while (turn := self._read()) is not None:
+            text, is_block = turn
+            if not is_block and text.startswith("/"):
+                if not self._obey(text.strip()):
+                    return
+            elif text.strip():
+                self._take(text)
+
+    def _read(self) -> tuple[str, bool] | None:
+        """The next turn and whether it was a block of lines; None at the end of the input."""
+        line = self._line("> ")
+        if line is None:
+            if self._is_typed:
+                self._screen.end_answer()
+            return None
+        is_block = line.strip() == _BLOCK
+        lines = [] if is_block else [line.removesuffix("\\")]
+        while is_block or line.endswith("\\"):
+            line = self._line("... ")
+            if line is None or (is_block and line.strip() == _BLOCK):
+                break
+            lines.append(line if is_block else line.removesuffix("\\"))
+        return "\n".join(lines), is_block or len(lines) > 1
+
+    def _line(self, prompt: str) -> str | None:
+        try:
+            return input(prompt if self._is_typed else "")
+        except EOFError:
+            return None
+        except UnicodeDecodeError as error:
+            raise ChatError(f"the input is no text: {error}") from error
+
+    def _obey(self, command: str) -> bool:
+        """Does what a command says; false when that is to leave."""
+        if command == "/reset":
+            self.reset()
+            self._screen.remark("a new conversation")
+        elif command == "/stats":
+            self._screen.remark(self.total.say(self._model.config.max_positions))
+        elif command == "/help":
+            self._screen.remark(HELP)
+        elif command != "/quit":
+            self._screen.remark(f"no such command: {command} (/help lists them)")
+        return command != "/quit"
+
+    def _take(self, text: str) -> None:
+        """One turn and its reply."""
+        messages = [*self.messages, {"role": "user", "content": text}]
+        seed, replies = self._seed, self.total.replies
+        if replies:  # one seed would draw alike in each reply
+            seed = (seed + replies) % 2**31
+        try:
+            reply = self._show(
+                self._session.chat(messages, stream=True, **self._options, seed=seed)
+            )
+        except (ChatError, PromptError, FloatingPointError) as error:
+            if not self._is_typed:
+                raise
+            return self._screen.remark(f"error: {error}")
+        message = reply.message
+        message.pop("tool_calls", None)  # nobody here runs tools, and a call must have a result
+        self.messages = [*messages, message]
+        self.total.add(reply.usage)
+
+    def _show(self, stream: ChatStream) -> Reply:
+        """Writes a reply as it comes."""
+        kind = None
+        try:
+            for event in stream:
+                if kind == "thinking" and event.kind != kind:
+                    self._screen.aside("\n")
+                kind = event.kind
+                if event.tool_call:
+                    self._screen.remark(f"\n[calls {event.tool_call}]")
+                elif kind == "thinking":
+                    self._screen.aside(event.text)
+                else:
+                    self._screen.answer(event.text)
+        except KeyboardInterrupt:
+            stream.close()
+        if kind == "thinking":
+            self._screen.aside("\n")
+        if kind != "thinking" or not self._screen.is_one:
+            self._screen.end_answer()
+        reply = stream.reply
+        remarks = {"length": "cut: as long as it may be", "interrupted": "interrupted"}
+        if reply.finish_reason in remarks:
+            self._screen.remark(f"[{remarks[reply.finish_reason]}]")
+        for problem in reply.problems:
+            self._screen.remark(f"[{problem}]")
+        return reply

@@ -1,0 +1,1 @@
+"""Requests through the runtime: batches, sessions, conversations."""

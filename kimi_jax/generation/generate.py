@@ -1,0 +1,523 @@
+"""From prompts to continuations: options, requests, and text put back together."""
+
+import contextlib
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import PromptError
+from ..numerics import is_number, is_whole
+from ..parallel.placement import agree, together
+from ..runtime.progress import Progress
+from ..runtime.sampling import Sample, TokenLogprob
+from ..text.tokenizer import Tokenizer
+from .engine import run
+from .sessions import PrefixCache, Session
+
+if TYPE_CHECKING:
+    from ..runtime.runner import Model
+
+Prompt = str | Sequence[int]
+SLOTS = 8  # requests that decode together
+TRIP = 8  # tokens of each that a loop on the device makes before the host sees them
+
+
+@dataclasses.dataclass(frozen=True)
+class Usage:
+    """What one completion took: tokens, and seconds from its first chunk to its last token; others
+    may have run beside it. `cached_tokens` of the prompt came from an earlier state.
+    """
+
+    prompt_tokens: int
+    generated_tokens: int
+    prefill_seconds: float
+    decode_seconds: float
+    cached_tokens: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """One prompt's continuation. `finish_reason`: "stop" (a stop id or string), "length"
+    (`max_new_tokens` or the context) or "error"; the stop id itself is neither in `tokens` nor in
+    `text`. `text` is None without a tokenizer.
+    """
+
+    tokens: list[int]
+    text: str | None
+    finish_reason: str
+    logprobs: list[TokenLogprob] | None
+    usage: Usage
+    error: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """A piece of a stream: text that is now certain (maybe none yet), the token behind it, what the
+    reply has taken so far, and at the end the reason.
+    """
+
+    text: str
+    token: int | None
+    logprob: TokenLogprob | None = None
+    finish_reason: str | None = None
+    usage: Usage = Usage(0, 0, 0.0, 0.0)
+
+
+class TextBuilder:
+    """Text out of one row's tokens: whole characters only, held back while it may still turn into a
+    stop string.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, stops: Sequence[str]):
+        self._decoder = tokenizer.stream() if tokenizer else None
+        self._stops = stops
+        self._held = ""
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """Text that is certain after one more token; `stopped` turns true once a stop string is
+        complete.
+        """
+        return self._settle(self._decoder.push(token)) if self._decoder else ""
+
+    def finish(self) -> str:
+        """What is still held once no more tokens come."""
+        if self._decoder is None or self.stopped:
+            return ""
+        text = self._settle(self._decoder.finish())
+        rest, self._held = ("", "") if self.stopped else (self._held, "")
+        return text + rest
+
+    def _settle(self, text: str) -> str:
+        self._held += text
+        found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if found:
+            self.stopped = True
+            return self._held[: min(found)]
+        keep = max((overlap(self._held, stop) for stop in self._stops), default=0)
+        ready, self._held = (
+            self._held[: len(self._held) - keep],
+            self._held[len(self._held) - keep :],
+        )
+        return ready
+
+
+def overlap(text: str, stop: str) -> int:
+    """The longest end of `text` that begins `stop` and is not all of it."""
+    return next(
+        (n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0
+    )
+
+
+@dataclasses.dataclass
+class Request:
+    """One prompt on its way: its ids, limits, and what has come so far."""
+
+    ids: list[int]
+    limit: int
+    seed: int
+    builder: TextBuilder
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    made: list[int] = dataclasses.field(default_factory=list)  # also behind the reply's end
+    text: list[str] = dataclasses.field(default_factory=list)
+    logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
+    reason: str | None = None
+    error: str | None = None
+    late: bool = False  # it ended without a token of its own, or text came behind the last one
+    cached: int = 0  # prompt tokens that were known
+    began: float = 0.0
+    ready: float = 0.0
+    ended: float = 0.0
+
+    def take(
+        self, token: int, usable: bool, logprob: TokenLogprob, stop_ids: frozenset[int]
+    ) -> None:
+        """Add a token and the text that it made certain, or end the request."""
+        if not usable:
+            self.fail("the logits hold NaN, or nothing finite that may be chosen")
+        elif token in stop_ids:
+            self.reason, self.late = "stop", True
+        else:
+            self.tokens.append(token)
+            self.logprobs.append(logprob)
+            self.text.append(self.builder.push(token))
+            if self.builder.stopped:
+                self.reason = "stop"
+            elif len(self.tokens) >= self.limit:
+                self.reason = "length"
+        if self.reason:
+            rest = self.builder.finish()
+            if self.late or not self.text:
+                self.text.append(rest)
+            else:
+                self.text[-1] += rest
+            self.ended = time.perf_counter()
+
+    def fail(self, why: str) -> None:
+        """End with an error of its own."""
+        self.reason, self.error = "error", why
+
+    def usage(self, count: int) -> Usage:
+        """What it has taken, with so many tokens of the reply."""
+        prefill = max(0.0, self.ready - self.began)
+        decode = max(0.0, (self.ended or time.perf_counter()) - self.ready) if self.ready else 0.0
+        return Usage(len(self.ids), count, prefill, decode, self.cached)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Everything that a run needs beside its prompts, checked."""
+
+    sampling: Sample
+    max_new_tokens: int
+    seeds: tuple[int, ...]
+    stops: tuple[str, ...]
+    stop_ids: frozenset[int]
+    logprobs: bool
+    top: int
+    bias: tuple[tuple[int, float], ...] = ()
+    fewest: int = 0
+    slots: int = SLOTS
+    trip: int = TRIP
+
+
+def _options(model: "Model", count: int, sampling: Any, seed: Any, **given: Any) -> Options:
+    """The options of a run, or one error that lists all that is wrong with them."""
+    problems: list[str] = []
+    new, logprobs = given["max_new_tokens"], given["logprobs"]
+    if not is_whole(new, 1):
+        problems.append(f"max_new_tokens must be a positive whole number, got {new!r}")
+    if not isinstance(logprobs, bool) and not is_whole(logprobs, 0, model.config.vocab):
+        problems.append(
+            "logprobs must be True, False or a number of tokens up to the vocabulary; "
+            f"got {logprobs!r}"
+        )
+    for name in ("slots", "trip"):
+        if not is_whole(given.get(name, 1), 1, 256):
+            problems.append(f"{name} must be a whole number in 1..256, got {given[name]!r}")
+    fewest = given.get("min_new_tokens", 0)
+    if not is_whole(fewest, 0) or (is_whole(new, 1) and fewest > new):
+        problems.append(f"min_new_tokens must lie in 0..max_new_tokens, got {fewest!r}")
+    bias = _bias(model, given.get("logit_bias"), problems)
+    sampling = _sampling(sampling, given, problems)
+    seeds = _seeds(seed, count, problems)
+    stops = _stops(model, given["stop"], problems)
+    stop_ids = _stop_ids(model, given["stop_tokens"], problems)
+    if problems:
+        raise PromptError("\n".join(problems))
+    top = 0 if isinstance(logprobs, bool) else int(logprobs)
+    return Options(
+        sampling, int(new), seeds, stops, stop_ids, bool(logprobs), top, bias, int(fewest),
+        given.get("slots", SLOTS), given.get("trip", TRIP),
+    )  # fmt: skip
+
+
+def _bias(model: "Model", bias: Any, problems: list[str]) -> tuple[tuple[int, float], ...]:
+    """logit_bias as pairs of id and number."""
+    if bias is None:
+        return ()
+    if not isinstance(bias, Mapping):
+        problems.append(f"logit_bias must map token ids to numbers, got {bias!r}")
+        return ()
+    bad = [
+        (token, value)
+        for token, value in bias.items()
+        if not (_is_id(model, token) and is_number(value) and value < float("inf"))
+    ]
+    problems += [f"logit_bias: {token!r}: {value!r} is no id and number" for token, value in bad]
+    return () if bad else tuple(sorted((int(t), float(v)) for t, v in bias.items()))
+
+
+def _sampling(sampling: Any, given: dict[str, Any], problems: list[str]) -> Sample:
+    own = {name: given[name] for name in ("temperature", "top_p", "top_k")}
+    if sampling is None:
+        try:
+            return Sample(**own)
+        except PromptError as error:
+            problems.append(str(error))
+    elif not isinstance(sampling, Sample):
+        problems.append(f"sampling must be Greedy() or Sample(...), got {sampling!r}")
+    elif own != {"temperature": 0.0, "top_p": 1.0, "top_k": 0}:
+        problems.append("sampling= excludes temperature, top_p and top_k")
+    return sampling if isinstance(sampling, Sample) else Sample()
+
+
+def _seeds(seed: Any, count: int, problems: list[str]) -> tuple[int, ...]:
+    seeds = list(seed) if isinstance(seed, Sequence | np.ndarray) else [seed] * count
+    if len(seeds) != count or not all(is_whole(s, 0, 2**31 - 1) for s in seeds):
+        problems.append(
+            f"seed must be a whole number in 0..2^31-1, or one for each of the {count} prompts; "
+            f"got {seed!r}"
+        )
+        return ()
+    return tuple(map(int, seeds))
+
+
+def _stops(model: "Model", stop: Any, problems: list[str]) -> tuple[str, ...]:
+    stops = [] if stop is None else [stop] if isinstance(stop, str) else stop
+    if not isinstance(stops, Sequence) or not all(isinstance(one, str) for one in stops):
+        problems.append(f"stop must be a string or a list of strings, got {stop!r}")
+        return ()
+    if stops and model.tokenizer is None:
+        problems.append("stop strings need a tokenizer, and this folder has none: use stop_tokens")
+    if "" in stops:
+        problems.append("an empty stop string would stop at once")
+    return tuple(stops)
+
+
+def _stop_ids(model: "Model", stop_tokens: Any, problems: list[str]) -> frozenset[int]:
+    ids = model.config.eos if stop_tokens is None else stop_tokens
+    if not isinstance(ids, Sequence | set | frozenset | np.ndarray) or isinstance(ids, str | bytes):
+        problems.append(f"stop_tokens must be a list of token ids, got {stop_tokens!r}")
+        return frozenset()
+    bad = [i for i in ids if not _is_id(model, i)]
+    problems += [f"stop_tokens: {i!r} is not a token id" for i in bad]
+    return frozenset() if bad else frozenset(map(int, ids))
+
+
+def _is_id(model: "Model", token: Any) -> bool:
+    return is_whole(token, 0, model.config.vocab - 1)
+
+
+def _encoded(
+    model: "Model", prompts: Sequence[Prompt], before: Sequence[int] = ()
+) -> list[list[int]]:
+    """Every prompt as ids, behind what it continues, or one error that names each prompt that
+    cannot run.
+    """
+    encoded, problems = [], []
+    for i, prompt in enumerate(prompts):
+        if isinstance(prompt, str):
+            if model.tokenizer is None:
+                problems.append(
+                    f"prompt {i} is text, and this folder has no tokenizer: give token ids"
+                )
+                continue
+            ids = model.tokenizer.encode(prompt)
+        elif isinstance(prompt, bytes) or not isinstance(prompt, Sequence | np.ndarray):
+            problems.append(f"prompt {i} must be text or token ids, got {prompt!r:.60}")
+            continue
+        else:
+            ids = list(prompt)
+        bad = [t for t in ids if not _is_id(model, t)]
+        if bad:
+            problems.append(
+                f"prompt {i}: {bad[0]!r} is no token id "
+                f"below the vocabulary of {model.config.vocab}"
+            )
+        elif not ids and not before:
+            problems.append(f"prompt {i} is empty")
+        encoded.append([*before, *ids])
+    if problems:
+        raise PromptError("\n".join(problems))
+    return encoded
+
+
+def _as_list(prompts: Any) -> list:
+    """The prompts one by one; a lone string or a flat list of ids is one prompt."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence | np.ndarray):
+        raise PromptError(f"prompts must be strings or lists of token ids, got {prompts!r}")
+    flat = [not isinstance(one, str | Sequence | np.ndarray) for one in prompts]
+    if any(flat) and not all(flat):
+        raise PromptError("prompts mix token ids with whole prompts: give [[ids], [ids], ...]")
+    return [prompts] if any(flat) else list(prompts)
+
+
+def generate(
+    model: "Model",
+    prompts: Prompt | Sequence[Prompt],
+    *,
+    max_new_tokens: int = 64,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    sampling: Sample | None = None,
+    seed: int | Sequence[int] = 0,
+    stop: str | Sequence[str] | None = None,
+    stop_tokens: Sequence[int] | None = None,
+    logprobs: bool | int = False,
+    logit_bias: Mapping[int, float] | None = None,
+    min_new_tokens: int = 0,
+    slots: int = SLOTS,
+    trip: int = TRIP,
+    prefix_cache: PrefixCache | None = None,
+    session: Session | None = None,
+    progress: bool | None = None,
+    verbose: bool = False,
+) -> list[Completion]:
+    """Continue each prompt: a string, a list of strings, or lists of token ids; one `Completion`
+    each, in order. Up to `slots` of them decode together; whatever ends makes room for the next.
+
+    `sampling` (`Greedy()`, `Sample(...)`) excludes `temperature`, `top_p` and `top_k`. `seed`: one
+    for all or one per prompt; a result depends on its own prompt and seed alone. `stop`: strings
+    that end a reply and are cut from it. `stop_tokens`: ids that end it (None: the config's end
+    ids, []: none), not before `min_new_tokens`. `logprobs`: True, or how many best tokens to report
+    beside the chosen one. `logit_bias`: numbers added to the logits of ids. `trip`: steps that run
+    on the device before the host sees their tokens. `prefix_cache`: a `PrefixCache`, which gives
+    and keeps what prompts begin with. `session`: a `Session` that the one prompt continues.
+    `verbose` prints a line per event.
+
+    Options and prompts that make no sense raise `PromptError` before anything runs. A prompt that
+    leaves no room for a reply, and logits that cannot be used, are the error of their own result.
+    """
+    requests, options = _prepared(
+        model, lambda: _as_list(prompts), prefix_cache, session, sampling, seed,
+        max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k,
+        stop=stop, stop_tokens=stop_tokens, logprobs=logprobs, logit_bias=logit_bias,
+        min_new_tokens=min_new_tokens, slots=slots, trip=trip,
+    )  # fmt: skip
+    if session:
+        session.end_turn()
+    total = sum(len(one.ids) + one.limit for one in requests)
+    log = _say if verbose else None
+    trips = run(model, requests, options, log, prefix_cache, session)
+    with contextlib.closing(trips), Progress("generating", total, show=progress) as bar:
+        for advanced in trips:
+            bar.advance(advanced)
+    if session and not requests[0].error:
+        session.tokens = requests[0].ids + requests[0].tokens
+    return [_completion(one, model, options) for one in requests]
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def stream(
+    model: "Model",
+    prompt: Prompt,
+    *,
+    max_new_tokens: int = 64,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    sampling: Sample | None = None,
+    seed: int = 0,
+    stop: str | Sequence[str] | None = None,
+    stop_tokens: Sequence[int] | None = None,
+    logprobs: bool | int = False,
+    logit_bias: Mapping[int, float] | None = None,
+    min_new_tokens: int = 0,
+    trip: int = 4,
+    prefix_cache: PrefixCache | None = None,
+    session: Session | None = None,
+) -> Iterator[Event]:
+    """Continue one prompt, yielding an `Event` per token, in groups of up to `trip`; the texts
+    joined are `generate`'s text. Closing the iterator ends it.
+
+    Options as there. A prompt over the context raises PromptError, a model whose logits cannot be
+    used (NaN) FloatingPointError.
+    """
+    (request,), options = _prepared(
+        model, lambda: [prompt], prefix_cache, session, sampling, seed,
+        max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k,
+        stop=stop, stop_tokens=stop_tokens, logprobs=logprobs, logit_bias=logit_bias,
+        min_new_tokens=min_new_tokens, trip=trip,
+    )  # fmt: skip
+    if request.error:
+        raise PromptError(request.error)
+    events = _events(model, request, options, prefix_cache, session)
+    if session:
+        session.end_turn(follow=events)
+    return events
+
+
+def _events(
+    model: "Model",
+    request: Request,
+    options: Options,
+    cache: PrefixCache | None,
+    session: Session | None,
+) -> Iterator[Event]:
+    before = session.tokens if session else []
+    if session:
+        session.tokens = list(request.ids)
+    sent = 0
+    with contextlib.closing(run(model, [request], options, None, cache, session)) as trips:
+        for _ in trips:
+            if request.error:
+                if session:
+                    session.tokens = before
+                raise FloatingPointError(request.error)
+            while sent < len(request.tokens):
+                sent += 1
+                if session:
+                    session.tokens.append(request.tokens[sent - 1])
+                yield _event(request, options, sent)
+    if request.late or not request.tokens:
+        rest = "".join(request.text[sent:])
+        yield Event(rest, None, None, request.reason, request.usage(sent))
+
+
+def _event(request: Request, options: Options, count: int) -> Event:
+    """The last of so many tokens."""
+    at = count - 1
+    last = request.reason if count == len(request.tokens) and not request.late else None
+    logprob = request.logprobs[at] if options.logprobs else None
+    return Event(request.text[at], request.tokens[at], logprob, last, request.usage(count))
+
+
+def _prepared(
+    model: "Model",
+    prompts: Callable[[], list],
+    cache: Any,
+    session: Any,
+    sampling: Any,
+    seed: Any,
+    **given: Any,
+) -> tuple[list[Request], Options]:
+    """The requests and the options of a run, alike on all processes, or one error on all."""
+
+    def read() -> tuple[list[list[int]], Options]:
+        many = prompts()
+        options = _options(model, len(many), sampling, seed, **given)
+        for name, kind, given_one in (
+            ("prefix_cache", PrefixCache, cache), ("session", Session, session)
+        ):  # fmt: skip
+            if not isinstance(given_one, kind | None):
+                raise PromptError(f"{name} must be a {kind.__name__}, got {given_one!r:.60}")
+            if given_one is not None:
+                given_one.refuse_other(model)
+        if session and len(many) != 1:
+            raise PromptError(f"a session continues one prompt, got {len(many)}")
+        return _encoded(model, many, session.tokens if session else ()), options
+
+    encoded, options = together("a prompt or an option", read)
+    known = (cache and cache.stats, session and session.tokens)
+    agree("prompts and options", encoded, options, known)
+    return _requests(model, encoded, options, session), options
+
+
+def _requests(
+    model: "Model", encoded: list[list[int]], options: Options, session: Session | None
+) -> list[Request]:
+    limit = session.max_length if session else model.config.max_positions
+    requests = [
+        Request(
+            ids,
+            min(options.max_new_tokens, max(0, limit - len(ids))),
+            seed,
+            TextBuilder(model.tokenizer, options.stops),
+        )
+        for ids, seed in zip(encoded, options.seeds, strict=True)
+    ]
+    for i, one in enumerate(requests):
+        if not one.limit:
+            one.fail(
+                f"prompt {i} has {len(one.ids)} tokens: "
+                f"the context of {limit} leaves no room for a reply"
+            )
+    return requests
+
+
+def _completion(one: Request, model: "Model", options: Options) -> Completion:
+    text = "".join(one.text) if model.tokenizer else None
+    assert one.reason is not None
+    logprobs = one.logprobs if options.logprobs else None
+    return Completion(one.tokens, text, one.reason, logprobs, one.usage(len(one.tokens)), one.error)

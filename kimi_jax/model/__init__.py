@@ -1,0 +1,1 @@
+"""What is computed, written per device: no sampling, no text, no files."""

@@ -1,0 +1,325 @@
+"""The decoder, top to bottom: Layer, stacks of equal groups of layers, Kimi; and how its weights
+are declared and built.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from ..config.config import Config
+from ..parallel import collectives
+from ..parallel.placement import Placement, Sizes, mesh_sizes
+from ..parallel.reductions import SUM
+from .kda import KDA
+from .layers import MLP, Expert, at_least_float32, linear_wide, rms_norm, weight
+from .mla import MLA
+from .moe import MoE
+from .residual import Mix, push
+from .state import KDAState, MLAState, State, Step, cache_dtype
+
+Read = Callable[[str, tuple[slice, ...]], np.ndarray]
+
+
+class Layer(nnx.Module):
+    """One decoder layer: mix, norm, KDA or MLA; mix, norm, dense MLP or latent MoE."""
+
+    def __init__(self, config: Config, dtype: DTypeLike, index: int, packed: bool):
+        D = config.hidden
+        self.config = config
+        self.dense = config.is_dense(index)
+        self.attention_residual = Mix(config, dtype)
+        self.attention_norm = weight(dtype, D=D)
+        self.attention: Any = MLA(config, dtype) if config.is_mla(index) else KDA(config, dtype)
+        self.mlp_residual = Mix(config, dtype)
+        self.mlp_norm = weight(dtype, D=D)
+        self.mlp: Any = (
+            MLP(config, config.dense_ffn, dtype) if self.dense else MoE(config, dtype, packed)
+        )
+
+    def __call__(
+        self, x: Array, bank: Array, state: Any, step: Step, index: int | Array
+    ) -> tuple[Array, Array, Any, tuple[Array, Array]]:
+        """The residual rows x [P, D] that this rank holds and their bank after this layer, the
+        state, and the two mixtures' weights.
+
+        The mixture that attention reads is made before a block start pushes x to the bank.
+        """
+        eps, block = self.config.norm_eps, self.config.residual_block
+        count = -(-index // block)
+        with jax.named_scope("attention"):
+            h, mixed = self.attention_residual(x, bank, count)
+            x, bank, count = push(x, bank, count, index % block == 0)
+            rows = step.enter(rms_norm(h, self.attention_norm[...], eps))
+            partial, state = self.attention(rows, state, step)
+            x = x + step.close([partial.reshape(step.rows, -1)])
+        with jax.named_scope("mlp"):
+            h, mixed_mlp = self.mlp_residual(x, bank, count)
+            x = x + self._mlp(rms_norm(h, self.mlp_norm[...], eps), step)
+        return x, bank, state, (mixed, mixed_mlp)
+
+    def _mlp(self, x: Array, step: Step) -> Array:
+        return step.close([self.mlp(step.every(x))]) if self.dense else self.mlp(x, step)
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """`groups` repetitions of `period` layers from layer `first` on, of equal kinds position by
+    position.
+    """
+
+    first: int
+    period: int
+    groups: int
+
+    def layer(self, position: int, group: Any) -> Any:
+        """The index of a layer, traced where the group is."""
+        return self.first + group * self.period + position
+
+
+def spans(config: Config, scan: bool) -> tuple[Span, ...]:
+    """Layers as spans: all in one without scan; with it, a head, the longest run of equal groups,
+    and a tail.
+
+    Of all ways to choose the run, the one that leaves the fewest layers to trace.
+    """
+    N = config.layers
+    kinds = [(config.is_mla(i), config.is_dense(i)) for i in range(N)]
+    best = (N, 0, Span(0, N, 1))
+    for period in range(1, N // 2 + 1 if scan else 0):
+        for first in range(N - 2 * period + 1):
+            run = period
+            while first + run < N and kinds[first + run] == kinds[first + run - period]:
+                run += 1
+            groups = run // period
+            traced = N - (groups - 1) * period
+            if groups > 1 and (traced, period) < best[:2]:
+                best = (traced, period, Span(first, period, groups))
+    run = best[2]
+    end = run.first + run.period * run.groups
+    around = (Span(0, run.first, 1), run, Span(end, N - end, 1))
+    return tuple(span for span in around if span.period)
+
+
+class Stack(nnx.Module):
+    """The layers of one span. Every weight leads with the span's groups; more than one group is
+    scanned.
+
+    The state of all groups is carried and updated in place: passed through a scan as inputs and
+    outputs it would exist twice. Expert weights are closed over and read by (group, expert): as
+    scanned inputs they would be copied.
+    """
+
+    def __init__(self, config: Config, dtype: DTypeLike, span: Span, packed: bool):
+        self.span = span
+        self.layers = nnx.List(
+            [Layer(config, dtype, span.layer(j, 0), packed) for j in range(span.period)]
+        )
+        for _, param in nnx.iter_graph(self.layers):
+            if isinstance(param, nnx.Param):
+                one = param.get_value()
+                param.set_value(jax.ShapeDtypeStruct((span.groups, *one.shape), one.dtype))
+                meta = param.get_metadata()
+                param.set_metadata(dims=("G", *meta["dims"]))
+                param.set_metadata(counts=(span.groups, *meta["counts"]))
+
+    def __call__(
+        self, x: Array, bank: Array, states: list, step: Step
+    ) -> tuple[Array, Array, list, list]:
+        """x, bank, the states and the mixtures' weights, two [N + 1, P] a layer (none where layers
+        are scanned).
+        """
+        graph, experts, rest = nnx.split(self.layers, Expert, ...)
+        if self.span.groups == 1:
+            layers = nnx.merge(graph, experts, jax.tree.map(lambda w: w[0], rest))
+            return self._group(layers, (x, bank, states), step, 0)
+
+        def one(carry: tuple, group_weights: tuple) -> tuple[tuple, None]:
+            group, weights = group_weights
+            layers = nnx.merge(graph, experts, weights)
+            return self._group(layers, carry, dataclasses.replace(step, group=group), group)[
+                :3
+            ], None
+
+        groups = jnp.arange(self.span.groups, dtype=jnp.int32)
+        (x, bank, states), _ = jax.lax.scan(one, (x, bank, states), (groups, rest))
+        return x, bank, states, []
+
+    def _group(
+        self, layers: Sequence[Layer], carry: tuple, step: Step, group: int | Array
+    ) -> tuple:
+        x, bank, states = carry
+        states, mixtures = list(states), []
+        for j, layer in enumerate(layers):
+            index = self.span.layer(j, group)
+            with jax.named_scope(
+                f"layer_{index}" if isinstance(index, int) else f"layer_{j}_of_group"
+            ):
+                x, bank, states[j], mixed = layer(x, bank, states[j], step, index)
+            mixtures.extend(mixed)
+        return x, bank, states, mixtures
+
+
+class Kimi(nnx.Module):
+    """Embedding, the stacks of layers, the output mixture and norm, and the head."""
+
+    def __init__(self, config: Config, dtype: DTypeLike, *, scan: bool, packed: bool):
+        D, Z = config.hidden, config.vocab
+        self.config, self.dtype = config, jnp.dtype(dtype)
+        self.embed = weight(dtype, Z=Z, D=D)
+        self.stacks = nnx.List([Stack(config, dtype, span, packed) for span in spans(config, scan)])
+        self.residual = Mix(config, dtype)
+        self.norm = weight(dtype, D=D)
+        if not config.tie_embeddings:
+            self.head = weight(dtype, Z=Z, D=D)
+
+    def __call__(
+        self, tokens: Int[Array, "B T"], state: State, lengths: Int[Array, " B"], step: Step
+    ) -> tuple[Float[Array, "B T D"], State, list[Array]]:
+        """Tokens -> normed output rows [B, T, D], the state after them, and every residual
+        mixture's weights for the rows that this rank holds.
+        """
+        with jax.named_scope("embedding"):
+            x = step.close([collectives.embed(self.embed[...], tokens.reshape(-1))], how=SUM)
+        bank = jnp.zeros((self.config.bank_rows, *x.shape), x.dtype)
+        layers, mixtures = [], []
+        for stack, states in zip(self.stacks, state.layers, strict=True):
+            x, bank, states, mixed = stack(x, bank, states, step)
+            layers.append(states)
+            mixtures.extend(mixed)
+        with jax.named_scope("output"):
+            mixed, weights = self.residual(x, bank, self.config.bank_rows)
+            out = step.enter(rms_norm(mixed, self.norm[...], self.config.norm_eps))
+        last = jnp.take_along_axis(out, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
+        hidden = jnp.where((lengths > 0)[:, None], last, state.hidden)
+        state = dataclasses.replace(
+            state, layers=layers, length=state.length + lengths, hidden=hidden
+        )
+        return out, state, [*mixtures, weights]
+
+    def head_logits(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows Z"]:
+        """Logits in at least float32, whole on every rank."""
+        w = self.embed if self.config.tie_embeddings else self.head
+        with jax.named_scope("head"):
+            whole = collectives.all_gather(linear_wide(x, w[...]), x.ndim - 1)
+        return whole[..., : self.config.vocab]  # a padded vocabulary ends in ids that do not exist
+
+
+def new_state(
+    config: Config, dtype: str, stacks: tuple[Span, ...], B: int, S: int, H: int, on_cpu: bool
+) -> State:
+    """An empty state of B rows, S slots and H KDA heads."""
+    K, V, W1 = config.kda_key_dim, config.kda_value_dim, config.conv_width - 1
+    wide, stored = at_least_float32(dtype), cache_dtype(jnp.dtype(dtype), on_cpu)
+
+    def layer(index: int, G: int) -> KDAState | MLAState:
+        if config.is_mla(index):
+            keys = jnp.zeros((G, B, S, config.index_dim), stored) if config.sparse else None
+            return MLAState(jnp.zeros((G, B, S, config.latent_row), stored), keys)
+        window = lambda width: jnp.zeros((G, B, W1, H * width), dtype)  # noqa: E731
+        return KDAState(jnp.zeros((G, B, H, K, V), wide), window(K), window(K), window(V))
+
+    layers = [[layer(span.layer(j, 0), span.groups) for j in range(span.period)] for span in stacks]
+    return State(layers, jnp.zeros(B, jnp.int32), jnp.zeros((B, config.hidden), dtype), S)
+
+
+@dataclasses.dataclass(frozen=True)
+class Declared:
+    """One weight before it exists: where it stands in the module, its shape and type, its dims, its
+    released layers.
+    """
+
+    path: tuple
+    shape: tuple[int, ...]
+    dtype: jnp.dtype
+    dims: tuple[str, ...]
+    counts: tuple[int, ...]  # of things that are never cut apart, dim by dim
+    names: tuple[str, ...]  # one per group, or the one name of a weight outside the layers
+
+    def placed(self, place: Placement, sizes: Sizes) -> tuple[int, ...]:
+        """Its shape on a mesh, completed where the placement pads."""
+        return place.whole(self.dims, self.counts, self.shape, sizes)
+
+
+def declare(model: Kimi) -> Iterator[Declared]:
+    """Every weight of a declared model, in order. Costs no memory at any size."""
+    for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        value, meta = param.get_value(), param.get_metadata()
+        names = (".".join(map(str, path)),)
+        if path[0] == "stacks":
+            span = model.stacks[int(str(path[1]))].span
+            tail = ".".join(map(str, path[4:]))
+            layers = (span.layer(int(str(path[3])), g) for g in range(span.groups))
+            names = tuple(f"layers.{layer}.{tail}" for layer in layers)
+        dtype = jnp.dtype(value.dtype)
+        yield Declared(path, value.shape, dtype, meta["dims"], meta["counts"], names)
+
+
+def build(
+    model: Kimi,
+    place: Placement,
+    mesh: Mesh,
+    read: Read,
+    done: Callable[[int], None] = lambda n: None,
+) -> dict:
+    """Fill a declared model: path -> array on the mesh. `read(name, index)` is asked once for each
+    slice that this process' devices hold, however many of them hold it.
+
+    A slice goes to its devices before the next is read, so that the host holds one at a time.
+    """
+    weights = {}
+    for w in declare(model):
+        shape, sharding, parts = w.placed(place, mesh_sizes(mesh)), _sharding(w, place, mesh), []
+        for spans, devices in holders(shape, sharding).items():
+            part = _slice_of(w, spans, read)
+            parts += jax.block_until_ready([jax.device_put(part, one) for one in devices])
+            done(part.nbytes)
+        weights[w.path] = jax.make_array_from_single_device_arrays(shape, sharding, parts)
+    return weights
+
+
+def slice_sizes(w: Declared, place: Placement, mesh: Mesh) -> list[int]:
+    """The numbers in each slice of a weight that `build` asks for in this process."""
+    held = holders(w.placed(place, mesh_sizes(mesh)), _sharding(w, place, mesh))
+    return [math.prod(stop - start for start, stop in spans) for spans in held]
+
+
+def _sharding(w: Declared, place: Placement, mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, place.spec(w.dims))
+
+
+def holders(shape: tuple[int, ...], sharding: NamedSharding) -> dict[tuple, list]:
+    """The slices that this process holds, as (start, stop) of each dim, and the devices of each."""
+    held: dict[tuple, list] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        spans = tuple(cut.indices(size)[:2] for cut, size in zip(index or (), shape, strict=True))
+        held.setdefault(spans, []).append(device)
+    return held
+
+
+def _slice_of(w: Declared, spans: tuple[tuple[int, int], ...], read: Read) -> np.ndarray:
+    """One slice of a weight, read group by group; zeros where it is completed beyond its shape."""
+    out = np.zeros([stop - start for start, stop in spans], w.dtype)
+    real = [slice(min(a, n), min(b, n)) for (a, b), n in zip(spans, w.shape, strict=True)]
+    filled = tuple(slice(0, cut.stop - cut.start) for cut in real)
+    if w.dims[0] != "G":
+        out[filled] = _fit(read(w.names[0], tuple(real)), w, tuple(real))
+        return out
+    for at, name in enumerate(w.names[real[0]]):
+        out[at][filled[1:]] = _fit(read(name, tuple(real[1:])), w, tuple(real[1:]))
+    return out
+
+
+def _fit(array: np.ndarray, w: Declared, index: tuple[slice, ...]) -> np.ndarray:
+    shape = tuple(cut.stop - cut.start for cut in index)
+    if array.shape != shape:
+        raise ValueError(f"{w.names[0]}: read {array.shape}, the model declares {shape}")
+    return array

@@ -1,0 +1,105 @@
+"""Small parts that every layer uses: declaring a weight, linear maps, norms, SiTU and the gated
+MLP.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from ..config.config import Config
+
+HIGHEST = jax.lax.Precision.HIGHEST
+
+
+class Expert(nnx.Param):
+    """A weight of the routed experts: read in place by (layer, expert), never copied whole."""
+
+
+def weight(
+    dtype: DTypeLike, kind: type[nnx.Param] = nnx.Param, **dims: int | tuple[int, int]
+) -> nnx.Param:
+    """Declare a weight: its dims by letter give shape and sharding. Nothing is allocated.
+
+    A dim of things that are never cut apart is a pair: HK=(H, K) has H K places, cut by head.
+    """
+    pairs = [size if isinstance(size, tuple) else (size, 1) for size in dims.values()]
+    shape = jax.ShapeDtypeStruct(tuple(count * size for count, size in pairs), dtype)
+    counts = tuple(count for count, _ in pairs)
+    return kind(shape, dims=tuple(dims), counts=counts, eager_sharding=False)
+
+
+def at_least_float32(dtype: DTypeLike) -> jnp.dtype:
+    """float32, or float64 where the model runs in float64."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def widen(x: Array) -> Array:
+    """x in at least float32."""
+    return x.astype(at_least_float32(x.dtype))
+
+
+def linear(x: Float[Array, "*rows i"], w: Float[Array, "o i"]) -> Float[Array, "*rows o"]:
+    """x w^T, accumulated in at least float32 and rounded once to the type of x."""
+    return linear_wide(x, w).astype(x.dtype)
+
+
+def linear_wide(x: Float[Array, "*rows i"], w: Float[Array, "o i"]) -> Float[Array, "*rows o"]:
+    """x w^T in at least float32, full precision (GPUs would take TF32 by default), not rounded
+    back.
+    """
+    return jnp.einsum(
+        "...i,oi->...o",
+        x,
+        w,
+        precision=HIGHEST,
+        preferred_element_type=at_least_float32(x.dtype),
+    )
+
+
+def rms_norm(
+    x: Float[Array, "*rows D"], w: Float[Array, " D"], eps: float
+) -> Float[Array, "*rows D"]:
+    """w * round(x / rms(x)): statistics in at least float32, rounded to the type of x *before* the
+    weight.
+    """
+    wide = widen(x)
+    normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + eps)
+    return normed.astype(x.dtype) * w.astype(x.dtype)
+
+
+def layer_norm(
+    x: Float[Array, "*rows I"], w: Float[Array, " I"], bias: Float[Array, " I"], eps: float
+) -> Float[Array, "*rows I"]:
+    """(x - mean) / std * w + bias in at least float32, rounded once."""
+    wide = widen(x)
+    centred = wide - wide.mean(-1, keepdims=True)
+    normed = centred * jax.lax.rsqrt(jnp.mean(centred * centred, -1, keepdims=True) + eps)
+    return (normed * w + bias).astype(x.dtype)
+
+
+def situ(gate: Float[Array, "*rows F"], up: Float[Array, "*rows F"], config: Config) -> Array:
+    """b1 tanh(gate / b1) sigmoid(gate) b2 tanh(up / b2), in at least float32; the caller rounds."""
+    b1, b2 = config.situ_beta, config.situ_linear_beta
+    gate, up = widen(gate), widen(up)
+    return b1 * jnp.tanh(gate / b1) * jax.nn.sigmoid(gate) * b2 * jnp.tanh(up / b2)
+
+
+class MLP(nnx.Module):
+    """down(situ(gate x, up x)): the dense layers and the shared experts. The result is a partial
+    sum over the width, whose letter says what cuts it.
+    """
+
+    def __init__(self, config: Config, width: int, dtype: DTypeLike, letter: str = "F"):
+        D = config.hidden
+        self.config, self.role = config, "shared" if letter == "X" else "dense"
+        self.w_gate = weight(dtype, nnx.Param, **{letter: width, "D": D})
+        self.w_up = weight(dtype, nnx.Param, **{letter: width, "D": D})
+        self.w_down = weight(dtype, nnx.Param, **{"D": D, letter: width})
+
+    def __call__(self, x: Float[Array, "P D"]) -> Float[Array, "P D"]:
+        """x [P, D] -> this rank's partial sum [P, D]."""
+        with jax.named_scope(self.role):
+            hidden = situ(linear(x, self.w_gate[...]), linear(x, self.w_up[...]), self.config)
+            return linear(hidden.astype(x.dtype), self.w_down[...])

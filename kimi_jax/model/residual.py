@@ -1,0 +1,81 @@
+"""Attention residuals: every sublayer reads a learned mixture of earlier block starts and the
+running sum.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from ..config.config import Config
+from .layers import HIGHEST, weight, widen
+
+
+def scores(
+    values: Float[Array, "*rows D"], direction: Float[Array, " D"], eps: float
+) -> Float[Array, "*rows"]:
+    """(value / rms(value)) . direction, in at least float32."""
+    wide = widen(values)
+    rms = jnp.sqrt(jnp.mean(wide * wide, -1) + eps)
+    return jnp.einsum("...d,d->...", wide, widen(direction), precision=HIGHEST) / rms
+
+
+def mix(
+    x: Float[Array, "P D"],
+    bank: Float[Array, "N P D"],
+    count: int | Int[Array, ""],
+    direction: Float[Array, " D"],
+    eps: float,
+) -> tuple[Float[Array, "P D"], Float[Array, "N1 P"]]:
+    """softmax-weighted sum of the first `count` bank rows and x, and the weights [N + 1, P], x's
+    last.
+
+    Scores see RMS-normalised values, the sum takes the values themselves; all in at least float32
+    with one rounding at the end. The bank and x are scored apart: joining them would write the bank
+    once more.
+    """
+    if isinstance(count, int):
+        bank = bank[:count]
+    banked = scores(bank, direction, eps)
+    if not isinstance(count, int):
+        banked = jnp.where(
+            jnp.arange(bank.shape[0], dtype=jnp.int32)[:, None] < count, banked, -jnp.inf
+        )
+    weights = jax.nn.softmax(jnp.concatenate([banked, scores(x, direction, eps)[None]]), axis=0)
+    mixed = jnp.einsum("np,npd->pd", weights[:-1], widen(bank), precision=HIGHEST)
+    return (mixed + weights[-1, :, None] * widen(x)).astype(x.dtype), weights
+
+
+def push(
+    x: Float[Array, "P D"],
+    bank: Float[Array, "N P D"],
+    count: int | Int[Array, ""],
+    pushing: bool | Array,
+) -> tuple[Float[Array, "P D"], Float[Array, "N P D"], int | Int[Array, ""]]:
+    """At a block start, move x to the bank and restart the sum at zero; elsewhere change nothing.
+
+    `pushing` may be traced: then one bank row is rewritten with what it holds, never the whole
+    bank.
+    """
+    if isinstance(pushing, bool):
+        if not pushing:
+            return x, bank, count
+        return jnp.zeros_like(x), bank.at[count].set(x), count + 1
+    slot = jnp.minimum(count, bank.shape[0] - 1)
+    row = jnp.where(pushing, x, bank[slot])
+    return jnp.where(pushing, 0, x), bank.at[slot].set(row), count + pushing.astype(jnp.int32)
+
+
+class Mix(nnx.Module):
+    """One mixture's weights. Only the product of norm and projection matters."""
+
+    def __init__(self, config: Config, dtype: DTypeLike):
+        self.eps = config.norm_eps
+        self.norm = weight(dtype, D=config.hidden)
+        self.proj = weight(dtype, D=config.hidden)
+
+    @jax.named_scope("mix")
+    def __call__(self, x: Array, bank: Array, count: int | Array) -> tuple[Array, Array]:
+        """`mix` of x and the bank under these weights."""
+        return mix(x, bank, count, widen(self.norm[...]) * widen(self.proj[...]), self.eps)

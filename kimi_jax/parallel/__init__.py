@@ -1,0 +1,1 @@
+"""Where arrays live and how they move between devices; knows no layer."""

@@ -1,0 +1,371 @@
+"""How arrays move between devices. With placement.py, the only module that names a mesh axis.
+
+Every function is written for the inside of a `shard_map` and is the identity on an axis of size 1,
+so that one device runs the same code and its program holds no collective.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, Shaped, UInt
+
+from ..model.layers import widen
+from .reductions import SUM, Reduction, deals_of
+
+MODEL = "model"
+DATA = "data"
+Axis = str | Sequence[str]
+
+
+def ranks(axis: Axis = MODEL) -> int:
+    """Devices along a mesh axis, or along several; a Python integer, known while tracing."""
+    axes = (axis,) if isinstance(axis, str) else axis
+    return math.prod(jax.lax.axis_size(one) for one in axes)
+
+
+def rank(axis: Axis = MODEL) -> Int[Array, ""]:
+    """This device's number along an axis; along several, the last one counts fastest."""
+    if ranks(axis) == 1:
+        return jnp.int32(0)
+    return jax.lax.axis_index(axis).astype(jnp.int32)
+
+
+def all_gather(part: Array, dim: int, axis: Axis = MODEL) -> Array:
+    """Every rank's part, joined along `dim` in rank order, on every rank."""
+    if ranks(axis) == 1:
+        return part
+    return jax.lax.all_gather(part, axis, axis=dim, tiled=True)
+
+
+def embed(table: Float[Array, "Z D"], tokens: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
+    """Rows of a vocabulary-sharded table, as a partial sum: each rank looks up the ids it owns, and
+    has zero elsewhere.
+    """
+    local = tokens - rank() * table.shape[0]
+    if ranks() == 1:
+        return table[local]
+    owned = (local >= 0) & (local < table.shape[0])
+    rows = table[jnp.where(owned, local, 0)]
+    return jnp.where(owned[..., None], rows, jnp.zeros((), table.dtype))
+
+
+# Slices of rows and of columns. Rank r of n owns rows r c to (r + 1) c of P, c = ceil(P / n).
+
+
+def own_rows(x: Array, axis: Axis = MODEL) -> Array:
+    """The rows of x that this rank owns, completed with zeros; moves nothing."""
+    n = ranks(axis)
+    if n == 1:
+        return x
+    c = -(-x.shape[0] // n)
+    return jax.lax.dynamic_slice_in_dim(_complete(x, n * c), rank(axis) * c, c)
+
+
+def among_zeros(own: Array, rows: int, axis: Axis = MODEL) -> Array:
+    """`own_rows` undone: all rows, exactly zero outside this rank's own; moves nothing."""
+    n, c = ranks(axis), own.shape[0]
+    if n == 1:
+        return own
+    whole = jnp.zeros((n * c, *own.shape[1:]), own.dtype)
+    return jax.lax.dynamic_update_slice_in_dim(whole, own, rank(axis) * c, 0)[:rows]
+
+
+def own_columns(x: Float[Array, "P L"], axis: Axis = MODEL) -> Array:
+    """The columns of x that this rank owns; moves nothing."""
+    size = x.shape[1] // ranks(axis)
+    return jax.lax.dynamic_slice_in_dim(x, rank(axis) * size, size, 1)
+
+
+def columns_to_rows(x: Array, axis: Axis = MODEL) -> Array:
+    """All rows of a rank's own columns [P, X] -> every rank's columns of its own rows [c, n, X]."""
+    n = ranks(axis)
+    if n == 1:
+        return x[:, None]
+    c = -(-x.shape[0] // n)
+    blocks = _complete(x, n * c).reshape(n, c, -1)
+    return jnp.moveaxis(jax.lax.all_to_all(blocks, axis, 0, 0), 0, 1)
+
+
+def rows_to_columns(own: Float[Array, "c L"], rows: int, axis: Axis = MODEL) -> Array:
+    """All columns of a rank's own rows [c, n X] -> all rows of its own columns [P, X]."""
+    n, c = ranks(axis), own.shape[0]
+    if n == 1:
+        return own
+    blocks = jnp.moveaxis(own.reshape(c, n, -1), 1, 0)
+    return jax.lax.all_to_all(blocks, axis, 0, 0).reshape(n * c, -1)[:rows]
+
+
+def _complete(x: Array, rows: int) -> Array:
+    return jnp.pad(x, ((0, rows - x.shape[0]), *[(0, 0)] * (x.ndim - 1)))
+
+
+def all_rows(own: Float[Array, "c D"], rows: int, axis: Axis = MODEL) -> Float[Array, "P D"]:
+    """Every rank's own rows, joined, without what completes them."""
+    return all_gather(own, 0, axis)[:rows]
+
+
+def to_head_owners(x: Array, axis: Axis = MODEL) -> Array:
+    """What a rank has of all heads [B, T, H, X] -> what every rank has of this rank's heads
+    [n, B, T, h, X], h = ceil(H / n); heads beyond H are zero.
+    """
+    n = ranks(axis)
+    if n == 1:
+        return x[None]
+    B, T, H, X = x.shape
+    whole = jnp.pad(x, ((0, 0), (0, 0), (0, -H % n), (0, 0)))
+    return jax.lax.all_to_all(jnp.moveaxis(whole.reshape(B, T, n, -1, X), 2, 0), axis, 0, 0)
+
+
+# Messages: arrays of several types side by side.
+
+
+def to_bits(*arrays: Array) -> UInt[Array, "... X"]:
+    """Arrays side by side along their last dim as bits: unsigned integers as wide as the first's
+    numbers. Numbers of the others may be wider, whole numbers go by value.
+    """
+    bits = jnp.dtype(f"uint{8 * arrays[0].dtype.itemsize}")
+    columns = [
+        x.astype(bits)
+        if jnp.issubdtype(x.dtype, jnp.integer)
+        else jax.lax.bitcast_convert_type(x, bits).reshape(*x.shape[:-1], -1)
+        for x in arrays
+    ]
+    return jnp.concatenate(columns, axis=-1)
+
+
+def of_bits(bits: UInt[Array, "... X"], *widths: tuple[int, DTypeLike]) -> list[Array]:
+    """`to_bits` undone: the arrays of so many numbers of a type in each row."""
+    arrays, first = [], 0
+    for width, dtype in widths:
+        dtype = jnp.dtype(dtype)
+        whole = jnp.issubdtype(dtype, jnp.integer)
+        each = 1 if whole else dtype.itemsize // bits.dtype.itemsize
+        part = bits[..., first : first + width * each]
+        first += width * each
+        if whole:
+            arrays.append(part.astype(dtype))
+        else:
+            split = part.reshape(*part.shape[:-1], width, each) if each > 1 else part
+            arrays.append(jax.lax.bitcast_convert_type(split, dtype))
+    return arrays
+
+
+# The all-to-all of variable size: each rank holds a block of up to c rows for every rank.
+
+
+class Layout(NamedTuple):
+    """Where the rows of each peer begin and how many they are, in buffers without gaps: those that
+    are sent stand in the order of destinations, those that are received in the order of sources.
+    """
+
+    send: Int[Array, " n"]
+    sent: Int[Array, " n"]
+    receive: Int[Array, " n"]
+    received: Int[Array, " n"]
+    landing: Int[Array, " n"]  # where this rank's rows begin in each destination's buffer
+
+
+def layout(counts: Int[Array, "n n"], me: Int[Array, ""] | int) -> Layout:
+    """The offsets of rank `me` out of counts[i, j], the rows that i sends to j."""
+    counts = counts.astype(jnp.int32)
+    by_destination = jnp.cumsum(counts, 1, dtype=jnp.int32) - counts
+    by_source = jnp.cumsum(counts, 0, dtype=jnp.int32) - counts
+    return Layout(by_destination[me], counts[me], by_source[:, me], counts[:, me], by_source[me])
+
+
+def gather_counts(sizes: Int[Array, " n"], axis: Axis) -> Int[Array, "n n"]:
+    """The counts matrix on every rank, out of the rows that each sends to every other."""
+    return jax.lax.all_gather(sizes.astype(jnp.int32), axis)
+
+
+def exchange(
+    blocks: UInt[Array, "n c X"] | Float[Array, "n c X"], counts: Array | None, axis: Axis
+) -> Array:
+    """Block j goes to rank j; block i of the result came from rank i. The inverse is the same with
+    the counts transposed.
+
+    Without counts, whole blocks travel (`all_to_all`). With counts [n, n], only the first
+    counts[me, j] rows of each (`ragged_all_to_all`, on backends that have it), and zeros fill the
+    blocks up. Blocks that hold zeros beyond their counts arrive alike both ways.
+    """
+    if counts is None:
+        return jax.lax.all_to_all(blocks, axis, 0, 0)
+    at = layout(counts, rank(axis))
+    packed = pack(blocks, at.send, at.sent)
+    received = jax.lax.ragged_all_to_all(
+        packed,
+        jnp.zeros_like(packed),
+        at.send,
+        at.sent,
+        at.landing,
+        at.received,
+        axis_name=axis,
+    )
+    return unpack(received, at.receive, at.received)
+
+
+def pack(blocks: Array, begins: Int[Array, " n"], sizes: Int[Array, " n"]) -> Array:
+    """The first rows of each block [n, c, X], one block after the other without gaps: [n c, X]."""
+    n, c, X = blocks.shape
+    slot = jnp.arange(c, dtype=jnp.int32)
+    places = jnp.where(slot < sizes[:, None], begins[:, None] + slot, n * c)
+    return jnp.zeros((n * c, X), blocks.dtype).at[places].set(blocks, mode="drop")
+
+
+def unpack(packed: Array, begins: Int[Array, " n"], sizes: Int[Array, " n"]) -> Array:
+    """`pack` undone: blocks [n, c, X], zero beyond their sizes."""
+    n = len(sizes)
+    slot = jnp.arange(packed.shape[0] // n, dtype=jnp.int32)
+    real = slot < sizes[:, None]
+    rows = packed[jnp.where(real, begins[:, None] + slot, 0)]
+    return jnp.where(real[..., None], rows, jnp.zeros((), packed.dtype))
+
+
+# Sums over ranks, by the algorithm that was chosen; reductions.py defines each in numpy.
+
+
+def all_reduce(partial: Array, how: Reduction = SUM, axis: Axis = MODEL) -> Array:
+    """The sum over `axis` of every rank's partial, the same bits on every rank; [P, X] for all but
+    the backend's own sum.
+    """
+    n, P = ranks(axis), partial.shape[0]
+    if n == 1:
+        return partial
+    if how.algorithm == "sum":
+        return jax.lax.psum(partial, axis)
+    how.check(n)
+    chunks = cut(partial, n, how.granule_rows)
+    if how.algorithm == "two_shot":
+        whole = jax.lax.all_gather(_two_shot(chunks, axis), axis)
+    elif how.algorithm == "ring_fp32":
+        whole = circulate(_ring_fp32(chunks, axis), axis)
+    else:
+        whole = _by_pieces(lambda piece: _ring_around(piece, how.fp32_hops, axis), chunks, how)
+    return join(whole, P, how.granule_rows)
+
+
+def reduce_scatter(
+    partial: Float[Array, "P X"], how: Reduction = SUM, axis: Axis = MODEL
+) -> Float[Array, "c X"]:
+    """The rows r c to (r + 1) c of `all_reduce` on rank r, bit for bit; rows beyond P are zero.
+
+    ring_bf16 ends on the rank before, and takes one more copy. Granules are spread over the rows,
+    so with them all rows travel, as in `all_reduce`.
+    """
+    n = ranks(axis)
+    if n == 1:
+        return partial
+    if how.granule_rows:
+        return own_rows(all_reduce(partial, how, axis), axis)
+    how.check(n)
+    chunks = cut(partial, n)
+    if how.algorithm == "sum":
+        return jax.lax.psum_scatter(chunks, axis)
+    if how.algorithm == "two_shot":
+        return _two_shot(chunks, axis)
+    if how.algorithm == "ring_fp32":
+        return _ring_fp32(chunks, axis)
+    return _by_pieces(lambda piece: to_next(_ring(piece, how.fp32_hops, axis), axis), chunks, how)
+
+
+def _two_shot(chunks: Float[Array, "n c X"], axis: Axis) -> Float[Array, "c X"]:
+    """Chunk r, complete, on rank r: each rank's part of it arrives at once."""
+    return add_in_order(jax.lax.all_to_all(chunks, axis, 0, 0))
+
+
+def _ring_fp32(chunks: Float[Array, "n c X"], axis: Axis) -> Float[Array, "c X"]:
+    """Chunk r, complete, on rank r: each rank's part of it travels the ring, not summed.
+
+    A hop passes on what is not home yet: n (n - 1) / 2 parts together, where two_shot sends n - 1.
+    """
+    n = ranks(axis)
+    travelling = chunks[(rank(axis) + jnp.arange(n, dtype=jnp.int32)) % n]  # by ranks to go
+    arrived = [travelling[0]]
+    for _ in range(n - 1):
+        travelling = to_next(travelling[1:], axis)
+        arrived.append(travelling[0])
+    return add_in_order(_by_source(arrived, axis))
+
+
+def _ring(chunks: Float[Array, "n c X"], fp32_hops: int, axis: Axis) -> Float[Array, "c X"]:
+    """Chunk r + 1, complete, on rank r: chunk i starts on rank i, and each next rank adds its own.
+
+    The order i, i + 1, ..., i - 1 differs from chunk to chunk, and so do the bits of equal rows.
+    """
+    n, me = ranks(axis), rank(axis)
+    total = chunks[me]
+    for k in range(n - 1):
+        total = widen(to_next(total, axis)) + widen(chunks[(me - k - 1) % n])
+        if not n - 2 - fp32_hops <= k < n - 2:
+            total = round_to(total, chunks.dtype)
+    return total
+
+
+def _ring_around(
+    chunks: Float[Array, "n c X"], fp32_hops: int, axis: Axis
+) -> Float[Array, "n c X"]:
+    """All chunks, complete, on every rank: the sums of `_ring`, then copies."""
+    return jnp.roll(circulate(_ring(chunks, fp32_hops, axis), axis), 1, 0)
+
+
+def _by_pieces(run: Callable[[Array], Array], chunks: Array, how: Reduction) -> Array:
+    """A ring for each piece of the chunks: chains of operations that do not wait for each other."""
+    pieces = jnp.array_split(chunks, min(how.pieces, chunks.shape[1]), axis=1)
+    return jnp.concatenate([run(piece) for piece in pieces], axis=-2)
+
+
+def add_in_order(parts: Float[Array, "n c X"]) -> Float[Array, "c X"]:
+    """parts[0] + parts[1] + ... from left to right in at least float32, rounded once."""
+    total = widen(parts[0])
+    for part in parts[1:]:
+        total = total + widen(part)
+    return round_to(total, parts.dtype)
+
+
+def round_to(wide: Float[Array, "..."], dtype: DTypeLike) -> Float[Array, "..."]:
+    """wide in dtype, to nearest even, by an operation that compilers keep.
+
+    A cast alone is no rounding: XLA may drop a pair of casts to bfloat16 and back. Subnormal
+    numbers of float16 become zero; bfloat16 has the exponents of float32.
+    """
+    kept = jnp.finfo(dtype)
+    return jax.lax.reduce_precision(wide, kept.nexp, kept.nmant).astype(dtype)
+
+
+def to_next(x: Shaped[Array, "..."], axis: Axis) -> Shaped[Array, "..."]:
+    """x of the rank before, verbatim."""
+    n = ranks(axis)
+    return jax.lax.ppermute(x, axis, [(i, (i + 1) % n) for i in range(n)])
+
+
+def circulate(block: Shaped[Array, "*dims"], axis: Axis) -> Shaped[Array, "n *dims"]:
+    """Every rank's block, in rank order, by n - 1 copies round the ring."""
+    arrived = [block]
+    for _ in range(ranks(axis) - 1):
+        arrived.append(to_next(arrived[-1], axis))
+    return _by_source(arrived, axis)
+
+
+def _by_source(arrived: list[Array], axis: Axis) -> Array:
+    """What came from k ranks before at index k -> what came from rank i at index i."""
+    n = ranks(axis)
+    return jnp.stack(arrived)[(rank(axis) - jnp.arange(n, dtype=jnp.int32)) % n]
+
+
+def cut(x: Shaped[Array, "P X"], n: int, granule_rows: int = 0) -> Shaped[Array, "n c X"]:
+    """n chunks of equal size: contiguous rows, or granules dealt in turn; completed with zeros."""
+    P, X = x.shape
+    block, deals = deals_of(P, n, granule_rows)
+    whole = jnp.pad(x, ((0, deals * n * block - P), (0, 0)))
+    return whole.reshape(deals, n, block, X).swapaxes(0, 1).reshape(n, deals * block, X)
+
+
+def join(chunks: Shaped[Array, "n c X"], rows: int, granule_rows: int = 0) -> Shaped[Array, "P X"]:
+    """`cut` undone: the first `rows` rows."""
+    n, _, X = chunks.shape
+    block, deals = deals_of(rows, n, granule_rows)
+    return chunks.reshape(n, deals, block, X).swapaxes(0, 1).reshape(-1, X)[:rows]

@@ -1,0 +1,1 @@
+"""Compiled programs on a mesh: weights in place, steps, what a device holds."""

@@ -1,0 +1,399 @@
+"""Text to ids and back: byte-pair ranks, special tokens, streaming; knows no arrays.
+
+Unusual here: text never turns into a special id unless the caller says `markers=True`, which is for
+trusted templates only; and text on the two sides of a special id is encoded apart, never joined.
+"""
+
+import base64
+import codecs
+import json
+import os
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import regex
+import tiktoken
+
+from ..errors import TokenizerError
+
+RANKS_FILE = "tiktoken.model"
+CONFIG_FILE = "tokenizer_config.json"
+
+# One alternative a line, first match wins. `&&` is set intersection, which tiktoken's engine and
+# `regex` (V1) read and Python's `re` does not.
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+PATTERN = "|".join(
+    (
+        r"[\p{Han}]+",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTION}",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTION}",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    )
+)
+
+# tiktoken's regex engine fails on long input and on long runs of one class. The published tokenizer
+# cuts at these lengths, and where it cuts decides the ids, so the numbers are part of the format.
+_CHUNK_CHARS = 400_000
+_RUN_CHARS = 25_000
+_RUN = re.compile(r"\s+|\S+")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+class Tokenizer:
+    """Byte-pair ranks (bytes to id) and special tokens (content to id).
+
+    `vocab_size` is the largest id plus one; ids below it may be unused. Raises one TokenizerError
+    that lists everything wrong with the two tables.
+    """
+
+    special_ids: dict[str, int]
+    vocab_size: int
+
+    def __init__(self, ranks: dict[bytes, int], special: dict[str, int]):
+        _raise_all("tokenizer tables", [*_rank_problems(ranks), *_special_problems(ranks, special)])
+        self.special_ids = dict(special)
+        self._special_bytes = {token: content.encode() for content, token in special.items()}
+        self._bytes = {token: piece for piece, token in ranks.items()} | self._special_bytes
+        self.vocab_size = max(self._bytes) + 1
+        self._marker = _marker_pattern(special)
+        # tiktoken is told of no special token, so that it cannot produce one.
+        self._encoding = tiktoken.Encoding(
+            "kimi", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={}
+        )
+
+    @staticmethod
+    def is_in(path: str | os.PathLike[str]) -> bool:
+        """Whether a folder holds tokenizer files at all, one of the two being enough to expect
+        both.
+        """
+        return any((Path(path) / name).exists() for name in (RANKS_FILE, CONFIG_FILE))
+
+    @classmethod
+    def from_folder(cls, path: str | os.PathLike[str], vocab: int | None = None) -> "Tokenizer":
+        """Reads `tiktoken.model` and `tokenizer_config.json`; one error lists every problem.
+
+        With a model's `vocab` given, ids that the files do not name become special tokens
+        `<|reserved_token_ID|>`, since a model may sample them, and ids outside it are an error.
+        """
+        problems: list[str] = []
+        ranks = _read_ranks(Path(path) / RANKS_FILE, problems)
+        special = _read_special(Path(path) / CONFIG_FILE, problems)
+        if vocab is not None:
+            used = {*ranks.values(), *special.values()}
+            outside = sorted(token for token in used if token >= vocab)
+            if outside:
+                problems.append(
+                    f"ids {_some(outside)} are outside the model's vocabulary of {vocab}"
+                )
+            special |= {f"<|reserved_token_{i}|>": i for i in range(vocab) if i not in used}
+        if ranks:
+            problems += _rank_problems(ranks)
+        _raise_all(f"tokenizer in {path}", [*problems, *_special_problems(ranks, special)])
+        return cls(ranks, special)
+
+    def id(self, content: str) -> int:
+        """The id of a special token."""
+        if content not in self.special_ids:
+            raise TokenizerError(f"{content!r} is not a special token")
+        return self.special_ids[content]
+
+    def encode(self, text: str, markers: bool = False) -> list[int]:
+        """Ids of the text, which `decode` turns back into it.
+
+        Without `markers` no special id comes out, whatever the text says. With `markers` the
+        special contents become their ids and the text between them is encoded part by part: for
+        trusted templates, never for what a user typed. A lone surrogate raises TokenizerError.
+        """
+        _refuse_surrogates(text)
+        if not markers:
+            return self._encode_ordinary(text)
+        # A part between two markers holds no marker, so the lookup finds the markers alone.
+        parts = self._marker.split(text)
+        return self.encode_segments(self.special_ids.get(part, part) for part in parts)
+
+    def encode_segments(self, segments: Iterable[str | int]) -> list[int]:
+        """Each string as ordinary text on its own, each int as the id it is.
+
+        Strings are never joined before they are encoded: `["a", "b"]` need not equal `["ab"]`.
+        """
+        ids: list[int] = []
+        for segment in segments:
+            if isinstance(segment, str):
+                _refuse_surrogates(segment)
+                ids += self._encode_ordinary(segment)
+            else:
+                self._piece(segment)
+                ids.append(segment)
+        return ids
+
+    def decode(self, ids: Iterable[int], markers: bool = True) -> str:
+        """Text of the ids: invalid UTF-8 becomes U+FFFD, special tokens show only with `markers`.
+
+        A special token ends the character before it, shown or not: half a character on each side of
+        it does not make a whole one. An unknown id raises TokenizerError.
+        """
+        if markers:
+            return self.decode_bytes(ids).decode("utf-8", errors="replace")
+        stream = self.stream()
+        return "".join([*map(stream.push, ids), stream.finish()])
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        """The bytes of the ids, special tokens as their content in UTF-8."""
+        return b"".join(map(self._piece, ids))
+
+    def stream(self) -> "StreamDecoder":
+        """A decoder that takes one id at a time."""
+        return StreamDecoder(self)
+
+    def is_special(self, token: int) -> bool:
+        """Whether the id belongs to a special token."""
+        return token in self._special_bytes
+
+    def _encode_ordinary(self, text: str) -> list[int]:
+        return [token for cut in _cuts(text) for token in self._encoding.encode_ordinary(cut)]
+
+    def _piece(self, token: int) -> bytes:
+        if token not in self._bytes:
+            raise TokenizerError(f"id {token} is not in the vocabulary of {self.vocab_size}")
+        return self._bytes[token]
+
+
+class StreamDecoder:
+    """Text as ids arrive, in whole characters and without special tokens.
+
+    All pushes and the finish together equal `decode(ids, markers=False)`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token: int) -> str:
+        """The text that this id completes, often empty."""
+        if self._tokenizer.is_special(token):
+            return self.finish()
+        return self._utf8.decode(self._tokenizer.decode_bytes([token]))
+
+    def finish(self) -> str:
+        """U+FFFD for a character that never became whole, else nothing; the decoder is as new."""
+        return self._utf8.decode(b"", final=True)
+
+
+def write_tokenizer(
+    folder: str | os.PathLike[str], ranks: dict[bytes, int], special: dict[str, int]
+) -> None:
+    """Writes the two files `Tokenizer.from_folder` reads, each under a temporary name first."""
+    _raise_all("tokenizer tables", [*_rank_problems(ranks), *_special_problems(ranks, special)])
+    lines = [
+        b"%s %d\n" % (base64.b64encode(piece), rank)
+        for piece, rank in sorted(ranks.items(), key=lambda item: item[1])
+    ]
+    added = {
+        str(token): {"content": content, "special": True}
+        for content, token in sorted(special.items(), key=lambda item: item[1])
+    }
+    config = json.dumps({"added_tokens_decoder": added}, indent=2, ensure_ascii=False)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    _write(Path(folder) / RANKS_FILE, b"".join(lines))
+    _write(Path(folder) / CONFIG_FILE, config.encode() + b"\n")
+
+
+def train_ranks(text: str, size: int) -> dict[bytes, int]:
+    """`size` byte-pair ranks: the 256 bytes, then each time the most frequent pair of neighbours.
+
+    A pair is known by its joined bytes, as tiktoken knows it; among equals the smallest bytes come
+    first, so the same text gives the same ranks.
+    """
+    _refuse_surrogates(text)
+    if size < 256:
+        raise TokenizerError(f"size {size} leaves no room for the 256 single bytes")
+    pairs = _Pairs(text)
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    while len(ranks) < size:
+        if not (joined := pairs.most_frequent()):
+            raise TokenizerError(f"the text yields {len(ranks)} ranks, not {size}")
+        ranks.setdefault(joined, len(ranks))
+        pairs.merge(joined)
+    return ranks
+
+
+class _Pairs:
+    """Counts of neighbours in the distinct words of a text, kept current while pairs are merged."""
+
+    def __init__(self, text: str):
+        words = Counter(regex.findall(PATTERN, text, flags=regex.V1))
+        self._words = [[bytes([byte]) for byte in word.encode()] for word in words]
+        self._times = list(words.values())
+        self._counts: dict[bytes, int] = defaultdict(int)
+        self._where: dict[bytes, set[int]] = defaultdict(set)
+        for index in range(len(self._words)):
+            self._count(index, self._times[index])
+
+    def most_frequent(self) -> bytes:
+        """Joined bytes of the most frequent pair, the smallest among equals; empty if none."""
+        most = max(self._counts.values(), default=0)
+        return min((pair for pair, count in self._counts.items() if count == most > 0), default=b"")
+
+    def merge(self, joined: bytes) -> None:
+        """Makes each pair that joins to these bytes one part."""
+        for index in self._where.pop(joined):
+            self._count(index, -self._times[index])
+            self._words[index] = _merged(self._words[index], joined)
+            self._count(index, self._times[index])
+        self._counts.pop(joined)
+
+    def _count(self, index: int, times: int) -> None:
+        for left, right in pairwise(self._words[index]):
+            self._counts[left + right] += times
+            self._where[left + right].add(index)
+
+
+def _merged(word: list[bytes], joined: bytes) -> list[bytes]:
+    """The word with each pair that makes `joined` as one part, from left to right."""
+    merged: list[bytes] = []
+    for part in word:
+        if merged and merged[-1] + part == joined:
+            merged[-1] = joined
+        else:
+            merged.append(part)
+    return merged
+
+
+def _cuts(text: str) -> Iterator[str]:
+    """The text in chunks, cut within runs of whitespace, or of anything else, that are too long."""
+    for start in range(0, len(text), _CHUNK_CHARS):
+        chunk = text[start : start + _CHUNK_CHARS]
+        runs = _RUN.finditer(chunk) if len(chunk) > _RUN_CHARS else ()
+        inner = [at for run in runs for at in range(run.start(), run.end(), _RUN_CHARS)[1:]]
+        for begin, end in pairwise([0, *inner, len(chunk)]):
+            yield chunk[begin:end]
+
+
+def _refuse_surrogates(text: str) -> None:
+    if found := _SURROGATE.search(text):
+        raise TokenizerError(f"lone surrogate {found[0]!r} at position {found.start()} of the text")
+
+
+def _marker_pattern(special: dict[str, int]) -> re.Pattern[str]:
+    """One group that matches any special content, the longest first; without contents, nothing."""
+    contents = sorted(special, key=len, reverse=True)
+    return re.compile("(" + ("|".join(map(re.escape, contents)) or "(?!)") + ")")
+
+
+def _read_ranks(path: Path, problems: list[str]) -> dict[bytes, int]:
+    ranks: dict[bytes, int] = {}
+    seen: set[int] = set()
+    for number, line in enumerate(_read(path, problems).splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            piece, rank = _parse_rank(line)
+        except ValueError:
+            problems.append(f"{path.name} line {number}: {line[:40]!r} is not 'base64 rank'")
+            continue
+        if rank in seen:
+            problems.append(f"{path.name} line {number}: rank {rank} appears twice")
+        if piece in ranks:
+            problems.append(f"{path.name} line {number}: token {piece!r} appears twice")
+        seen.add(rank)
+        ranks.setdefault(piece, rank)
+    return ranks
+
+
+def _parse_rank(line: bytes) -> tuple[bytes, int]:
+    encoded, rank = line.split()
+    return base64.b64decode(encoded, validate=True), int(rank)
+
+
+def _read_special(path: Path, problems: list[str]) -> dict[str, int]:
+    text = _read(path, problems)
+    if not text:
+        return {}
+    try:
+        added = json.loads(text)["added_tokens_decoder"]
+        entries = list(added.items())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        problems.append(f"{path.name}: not JSON with an added_tokens_decoder table")
+        return {}
+    special: dict[str, int] = {}
+    for key, entry in entries:
+        _add_special(special, key, entry, path.name, problems)
+    return special
+
+
+def _add_special(
+    special: dict[str, int], key: str, entry: Any, name: str, problems: list[str]
+) -> None:
+    content = entry.get("content") if isinstance(entry, dict) else None
+    if not key.isdecimal():
+        problems.append(f"{name}: added token id {key!r} is not a number")
+    elif not isinstance(content, str):
+        problems.append(f"{name}: added token {key} has no content")
+    elif content in special:
+        problems.append(f"{name}: {content!r} is both {special[content]} and {key}")
+    else:
+        special[content] = int(key)
+
+
+def _rank_problems(ranks: dict[bytes, int]) -> list[str]:
+    problems: list[str] = []
+    if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
+        problems.append(f"no rank for the single bytes {_some(missing)}")
+    present = set(ranks.values())
+    if len(present) < len(ranks):
+        problems.append(f"{len(ranks)} tokens share {len(present)} ranks")
+    if gaps := [rank for rank in range(len(present)) if rank not in present]:
+        problems.append(f"ranks are not 0 to {len(present) - 1}: {_some(gaps)} missing")
+    return problems
+
+
+def _special_problems(ranks: dict[bytes, int], special: dict[str, int]) -> list[str]:
+    problems: list[str] = []
+    owners = {rank: repr(piece) for piece, rank in ranks.items()}
+    for content, token in special.items():
+        if token < 0:
+            problems.append(f"special {content!r} has the negative id {token}")
+        if not content or _SURROGATE.search(content):
+            problems.append(f"special id {token} has the content {content!r}, which is no text")
+        if token in owners:
+            problems.append(f"special {content!r} has id {token}, which {owners[token]} has too")
+        owners[token] = repr(content)
+    return problems
+
+
+def _some(numbers: Sequence[int]) -> str:
+    more = f" and {len(numbers) - 5} more" if len(numbers) > 5 else ""
+    return ", ".join(map(str, numbers[:5])) + more
+
+
+def _raise_all(subject: str, problems: list[str]) -> None:
+    if problems:
+        raise TokenizerError("\n  ".join([f"{subject}:", *problems]))
+
+
+def _read(path: Path, problems: list[str]) -> bytes:
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        problems.append(f"{path.name} is missing")
+        return b""
+    if not content.strip():
+        problems.append(f"{path.name} is empty")
+        return b""
+    return content
+
+
+def _write(path: Path, content: bytes) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_bytes(content)
+    os.replace(partial, path)

@@ -1,0 +1,425 @@
+"""Prefixes and conversations that are not computed again: what they give, what they cost, what they
+leave alone.
+"""
+
+import dataclasses
+import types
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import MESHED, write
+
+import kimi_jax as kj
+from kimi_jax.cli.main import SHIPPED
+from kimi_jax.generation import engine
+from kimi_jax.generation import sessions as reuse
+from kimi_jax.parallel.helix import Stripes
+
+CHUNK = 16
+EVERY = dict(max_new_tokens=5, stop_tokens=[], logprobs=MESHED.vocab)  # all log-probabilities
+HELIX = kj.Placement(keys="helix", helix_block=4, rows="sliced")
+BOTH = ("data", "model")
+VALUES = kj.Placement(keys="helix", helix_block=4, exchange="values", expert_axes=BOTH)
+PLACES = {"one": ((1, 1), kj.Placement()), "1x8": ((1, 8), HELIX), "2x4": ((2, 4), VALUES)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write(MESHED, tmp_path_factory.mktemp("reuse") / "model")
+
+
+@pytest.fixture(scope="module", params=PLACES)
+def model(request, folder):
+    sizes, place = PLACES[request.param]
+    return kj.load(folder, kj.make_mesh(*sizes), place, "float32", chunk=CHUNK)
+
+
+@pytest.fixture(scope="module")
+def one(folder):
+    return kj.load(folder, dtype="float32", chunk=CHUNK)
+
+
+def ids(count, seed=0):
+    return np.random.default_rng(seed).integers(0, MESHED.vocab, count).tolist()
+
+
+def cache_of(model, entries):
+    return kj.PrefixCache(
+        model, model.program.row_bytes(model.program.stripes.window(CHUNK)) * entries
+    )
+
+
+def same(warm, cold):
+    assert warm.tokens == cold.tokens
+    assert warm.logprobs == cold.logprobs  # floats, bit for bit
+
+
+# Prefixes
+
+
+def test_warm_equals_cold_bit_for_bit(model):
+    """Whatever of a prompt is known: nothing, some chunks, all of it."""
+    long = ids(53)
+    prompts = [long, long[:32], [*long[:40], *ids(9, 1)], [*long[:17], *ids(20, 2)], ids(18, 3)]
+    cold = [model.generate([prompt], **EVERY)[0] for prompt in prompts]
+    cache = cache_of(model, 20)
+    same(model.generate([long], prefix_cache=cache, **EVERY)[0], cold[0])
+    for prompt, wanted, known in zip(prompts, cold, (48, 32, 32, 16, 0), strict=True):
+        (warm,) = model.generate([prompt], prefix_cache=cache, **EVERY)
+        same(warm, wanted)
+        assert (warm.usage.cached_tokens, warm.usage.prompt_tokens) == (known, len(prompt))
+    assert cache.stats.hits == 4 and cache.stats.tokens == 128
+
+
+def test_prompts_of_one_batch_share_what_they_begin_with(one):
+    shared = ids(35)
+    prompts = [[*shared, *ids(4, n)] for n in range(1, 6)]
+    cache = cache_of(one, 20)
+    outs = one.generate(prompts, prefix_cache=cache, slots=2, **EVERY)
+    assert [out.usage.cached_tokens for out in outs] == [0, 32, 32, 32, 32]
+    for prompt, out in zip(prompts, outs, strict=True):
+        assert out.tokens == one.generate([prompt], **EVERY)[0].tokens
+    assert cache.stats == kj.CacheStats(2, cache.stats.bytes, cache.stats.limit, 5, 4, 128, 0)
+
+
+def test_a_prefix_that_comes_back_leaves_other_rows_alone(model):
+    """Prompts are restored beside one that is being taken in, of another data rank too."""
+    cache, known = cache_of(model, 20), ids(40)
+    prompts = [ids(3, 1), ids(120, 2), known, known[:33], ids(4, 3)]
+    cold = [model.generate([prompt], **EVERY)[0].tokens for prompt in prompts]
+    model.generate([known], prefix_cache=cache, **EVERY)
+    warm = model.generate(prompts, prefix_cache=cache, slots=4, **EVERY)
+    assert [out.usage.cached_tokens for out in warm] == [0, 0, 32, 32, 0]
+    assert [out.tokens for out in warm] == cold
+
+
+def test_a_snapshot_is_immutable(one):
+    cache, long = cache_of(one, 20), ids(40)
+    one.generate([long], prefix_cache=cache, **EVERY)
+    arrays = [x for entry in cache._used for x in jax.tree.leaves(entry.copy)]
+    before = [np.array(x) for x in arrays]
+    for n in range(3):
+        one.generate([[*long[:33], *ids(9, n)], ids(20, n)], prefix_cache=cache, **EVERY)
+    for x, bits in zip(arrays, before, strict=True):
+        np.testing.assert_array_equal(np.array(x), bits)
+
+
+def test_an_entry_counts_the_bytes_that_it_takes_of_a_device(model):
+    cache = cache_of(model, 5)
+    model.generate([ids(40)], prefix_cache=cache, max_new_tokens=1)
+    device = model.mesh.devices.flat[0]
+    held = sum(
+        part.data.nbytes
+        for entry in cache._used
+        for x in jax.tree.leaves(entry.copy)
+        for part in x.addressable_shards
+        if part.device == device
+    )
+    assert held == cache.stats.bytes and cache.stats.entries == 2
+
+
+def test_streams_share_prefixes_too(one):
+    cache, long = cache_of(one, 20), ids(40)
+    one.generate([long], prefix_cache=cache, **EVERY)
+    events = list(one.stream(long, prefix_cache=cache, max_new_tokens=5, stop_tokens=[]))
+    assert [e.token for e in events] == one.generate([long], **EVERY)[0].tokens
+    assert events[-1].usage.cached_tokens == 32
+    assert [e.usage.generated_tokens for e in events] == [1, 2, 3, 4, 5]
+
+
+def test_what_does_not_fit_is_refused(one, folder):
+    least = one.program.row_bytes(CHUNK)
+    for bytes in (0, least - 1, True):
+        with pytest.raises(ValueError, match=f"at least {least:,}.*{bytes!r}"):
+            kj.PrefixCache(one, bytes)
+    with pytest.raises(ValueError, match=r"bytes=9,0.*more than the .* of a device"):
+        kj.PrefixCache(one, 9 * 10**15)
+    cache = cache_of(one, 1)
+    for other in (dataclasses.replace(one, chunk=8), dataclasses.replace(one, weights={})):
+        with pytest.raises(kj.PromptError, match="another model"):
+            other.generate([[1]], prefix_cache=cache)
+
+
+class Counting:
+    """A program whose states are the ids that they have seen."""
+
+    stripes = Stripes()
+    row_bytes = staticmethod(lambda width: 10)
+    mesh = kj.make_mesh()
+    plan = staticmethod(lambda batch, context: types.SimpleNamespace(total_bytes=0))
+    take = staticmethod(lambda state, row, first, width: (first, tuple(state)))
+
+    @staticmethod
+    def put(state, row, copy, first):
+        assert (copy[0], copy[1][:first]) == (first, tuple(state))
+        return list(copy[1])
+
+
+@given(st.lists(st.lists(st.integers(0, 1), max_size=9), max_size=25), st.integers(1, 5))
+@settings(max_examples=80, deadline=None)
+def test_a_cache_gives_the_longest_prefix_that_it_holds(prompts, entries):
+    """And only such as it was given; it never holds more than it may, and forgets ends first."""
+    model = types.SimpleNamespace(program=Counting, chunk=2)
+    cache = kj.PrefixCache(model, 10 * entries)
+    for prompt in prompts:
+        held = {copy[1] for copy in (entry.copy for entry in cache._used)}
+        state, known = cache.restore([], 0, prompt)
+        assert state == prompt[:known] and known % 2 == 0
+        cuts = [tuple(prompt[:n]) for n in range(2, len(prompt) + 1, 2)]
+        assert known == 2 * sum(cut in held for cut in cuts)
+        for n in range(known + 2, len(prompt) + 1, 2):
+            cache.add(prompt[:n], 0, prompt[:n])
+        assert cache.stats.bytes <= cache.stats.limit
+        held = {entry.copy[1] for entry in cache._used}
+        assert all(len(seen) == 2 or seen[:-2] in held for seen in held)
+        assert len(cuts) == 0 or cuts[0] in held  # the latest prompt's beginning is there
+
+
+def test_the_least_recently_used_makes_room():
+    model = types.SimpleNamespace(program=Counting, chunk=2)
+    cache = kj.PrefixCache(model, 30)
+    for prompt in ([1, 1], [2, 2], [3, 3]):
+        cache.add(prompt, 0, prompt)
+    cache.restore([], 0, [1, 1, 9])
+    cache.add([4, 4], 0, [4, 4])
+    known = {n: cache.restore([], 0, [n, n])[1] for n in (1, 2, 3, 4)}
+    assert known == {1: 2, 2: 0, 3: 2, 4: 2}
+    assert dataclasses.astuple(cache.stats) == (3, 30, 30, 5, 4, 8, 1)
+    cache.clear()
+    assert cache.restore([], 0, [1, 1])[1] == 0 and cache.stats.entries == 0
+
+
+def test_what_lost_its_beginning_is_not_kept():
+    """Two prompts in turns, one of which has to make room."""
+    cache = kj.PrefixCache(types.SimpleNamespace(program=Counting, chunk=2), 20)
+    first, second = [1, 1, 2, 2], [3, 3, 4, 4]
+    for prompt in (first[:2], second[:2], first, second):
+        cache.add(prompt, 0, prompt)
+    assert [cache.restore([], 0, ids)[1] for ids in (first, second, second[2:])] == [4, 0, 0]
+
+
+@given(st.integers(1, 9), st.integers(1, 5), st.integers(1, 20))
+@settings(max_examples=50, deadline=None)
+def test_a_window_holds_what_any_rank_gets_of_a_chunk(block, ranks, size):
+    stripes = Stripes(block, ranks)
+    owner = stripes.owner(np.arange(size * block * ranks))
+    chunks = owner.reshape(-1, size)
+    most = max((chunks == rank).sum(1).max() for rank in range(ranks))
+    assert stripes.window(size) == most
+
+
+# Conversations
+
+
+def cold(model, whole, **options):
+    return model.generate([whole], **{**EVERY, **options})[0]
+
+
+def near(warm, wanted):
+    assert (warm.tokens, warm.finish_reason) == (wanted.tokens, wanted.finish_reason)
+    for mine, theirs in zip(warm.logprobs, wanted.logprobs, strict=True):
+        mine, theirs = dict(mine.top), dict(theirs.top)
+        assert mine == pytest.approx(theirs, abs=1e-4)
+
+
+def test_a_turn_computes_only_what_is_new(model, monkeypatch):
+    """Equal ids, and log-probabilities within 1e-4 of a cold run, while the memory grows."""
+    monkeypatch.setattr(reuse, "ROOM", 32)
+    session, whole, state = model.session(), [], 0
+    for turn, count in enumerate((20, 1, 70, 16)):
+        whole += ids(count, turn)
+        out = session.generate(ids(count, turn), **EVERY)
+        near(out, cold(model, whole))
+        assert out.usage.cached_tokens == state
+        whole += out.tokens
+        assert session.tokens == whole
+        state = len(whole) - 1  # the last token was not taken in yet
+    assert session._state.max_length == 128
+
+
+def test_a_stop_id_leaves_the_state_where_the_reply_ended(one):
+    free = cold(one, ids(9)).tokens
+    stop = dict(stop_tokens=[free[3]])
+    session = one.session()
+    first = session.generate(ids(9), **{**EVERY, **stop})
+    assert first.finish_reason == "stop"
+    second = session.generate([7, 8], **EVERY)
+    near(second, cold(one, [*ids(9), *first.tokens, 7, 8]))
+    assert second.usage.cached_tokens == 9 + len(first.tokens)
+
+
+def test_a_closed_stream_is_gone_on_from_where_it_was_closed(model):
+    session, prompt = model.session(), ids(9)
+    stream = session.stream(prompt, max_new_tokens=30, stop_tokens=[], trip=8)
+    seen = [next(stream).token for _ in range(3)]
+    out = session.generate([5, 6], **EVERY)  # ends the turn that runs
+    assert next(stream, None) is None
+    near(out, cold(model, [*prompt, *seen, 5, 6]))
+    assert out.usage.cached_tokens == len(prompt)  # back to where the prompt ended
+
+
+def test_a_turn_can_be_asked_again(one):
+    """The conversation is cut back by its owner: the state returns to a mark, or begins anew."""
+    session = one.session()
+    first = session.generate(ids(9), **EVERY)
+    session.generate(ids(5, 1), **EVERY)
+    for kept, known in (([*ids(9), *first.tokens], 9), (ids(9), 9), (ids(9)[:4], 0)):
+        session.tokens = list(kept)
+        again = session.generate([3, 4], **EVERY)
+        near(again, cold(one, [*kept, 3, 4]))
+        assert again.usage.cached_tokens == known
+
+
+@pytest.mark.parametrize("after", [0, 1, 2, 3])
+def test_a_turn_that_was_broken_off_costs_time_and_nothing_else(one, after):
+    session, done = one.session(), 0
+    session.generate(ids(20), **EVERY)
+    kept = list(session.tokens)
+
+    def broken(self, logits):
+        nonlocal done
+        done += 1
+        if done > after:
+            raise KeyboardInterrupt
+        return logits
+
+    program = one.program
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        plain = {name: getattr(program, name) for name in ("step", "trip")}
+        for name, run in plain.items():
+            step = lambda *given, run=run: broken(None, run(*given))  # noqa: E731
+            patch.setitem(program.__dict__, name, step)
+        session.generate(ids(40, 1), **EVERY | {"max_new_tokens": 30})
+    assert session.tokens == kept
+    near(session.generate([3], **EVERY), cold(one, [*kept, 3]))
+
+
+@pytest.mark.parametrize("nth", range(1, 9))
+def test_a_trip_that_the_host_was_not_told_of_was_seen_all_the_same(one, monkeypatch, nth):
+    """Ctrl-C while the host waits: the state is ahead of what the conversation holds."""
+    session = one.session()
+    session.generate(ids(20), **EVERY)
+    kept, inner, calls = list(session.tokens), engine.to_host, iter(range(1, 99))
+
+    def outer(x):
+        if next(calls) == nth:
+            raise KeyboardInterrupt
+        return inner(x)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(engine, "to_host", outer)
+        session.generate(ids(10, 1), **EVERY | {"max_new_tokens": 30})
+    assert len(session._seen) == int(session._state.length[0])
+    near(session.generate([3], **EVERY), cold(one, [*kept, 3]))
+
+
+def test_a_turn_of_generate_ends_a_stream_too(one):
+    session = one.session()
+    stream = session.stream(ids(9), max_new_tokens=30, stop_tokens=[])
+    next(stream)
+    before = list(session.tokens)
+    assert len(before) == 10
+    out = one.generate(ids(7, 1), session=session, **EVERY)[0]
+    assert list(stream) == [] and session.tokens == [*before, *ids(7, 1), *out.tokens]
+    near(out, cold(one, [*before, *ids(7, 1)]))
+
+
+def test_a_session_that_was_reset_knows_nothing(one):
+    """Not even where a prompt of the conversation before it ended."""
+    session = one.session()
+    session.generate(ids(4), **EVERY)
+    session.reset()
+    first = session.generate(ids(20, 1), **EVERY)
+    near(first, cold(one, ids(20, 1)))
+    session.tokens = ids(20, 1)[:10]
+    near(session.generate([3], **EVERY), cold(one, [*ids(20, 1)[:10], 3]))
+
+
+def test_a_stream_that_fails_leaves_the_conversation_as_it_was(one):
+    embed = np.array(one.weights[("embed",)])
+    embed[7] = np.nan
+    broken = dataclasses.replace(one, weights=one.weights | {("embed",): jax.numpy.asarray(embed)})
+    session = broken.session()
+    first = session.generate([9, 8], max_new_tokens=1, stop_tokens=[])
+    with pytest.raises(FloatingPointError):
+        list(session.stream([7], stop_tokens=[]))
+    assert session.tokens == [9, 8, *first.tokens]
+    assert session.generate([9], max_new_tokens=1).error is None
+
+
+def test_a_turn_that_was_left_before_its_first_chunk_has_seen_nothing_new(one, monkeypatch):
+    def interrupt(self):
+        raise KeyboardInterrupt
+
+    session = one.session()
+    session.generate(ids(20), **EVERY)
+    kept, session.tokens = session.tokens, []
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(engine._Engine, "_take_in", interrupt)
+        session.generate(ids(40, 1), **EVERY)
+    assert session._seen == []
+    session.tokens = kept
+    near(session.generate([3], **EVERY), cold(one, [*kept[:25], 3]))
+
+
+def test_a_session_of_a_fixed_length_ends_there(one):
+    session = one.session(max_length=40)
+    assert session.generate(ids(20), **EVERY).finish_reason == "length"
+    out = session.generate(ids(10, 1), **EVERY | {"max_new_tokens": 20})
+    assert (len(out.tokens), out.finish_reason, session._state.max_length) == (5, "length", 40)
+    full = session.generate([1], **EVERY)
+    assert full.finish_reason == "error" and "the context of 40 leaves no room" in full.error
+    session.reset()
+    near(session.generate(ids(4), **EVERY), cold(one, ids(4)))
+
+
+def test_sessions_refuse_by_name(one):
+    session = one.session()
+    with pytest.raises(kj.PromptError, match="no tokenizer"):
+        session.generate("text")
+    with pytest.raises(kj.PromptError, match="one prompt, got 2"):
+        one.generate([[1], [2]], session=session)
+    with pytest.raises(kj.PromptError, match="another model"):
+        dataclasses.replace(one, weights={}).generate([1], session=session)
+    for length in (1, 10**9):
+        with pytest.raises(ValueError, match=r"max_length must be.*512"):
+            one.session(length)
+
+
+def test_a_session_begins_with_a_prefix_of_others(one):
+    cache, long = cache_of(one, 9), ids(40)
+    one.generate([long], prefix_cache=cache, **EVERY)
+    out = one.session().generate(long, prefix_cache=cache, **EVERY)
+    same(out, cold(one, long))
+    assert out.usage.cached_tokens == 32
+
+
+def test_a_session_leaves_no_prefix_that_a_cold_run_would_not(one):
+    """The chunks of its later turns begin where the state was."""
+    cache, session = cache_of(one, 9), one.session()
+    session.generate(ids(20), prefix_cache=cache, **EVERY)
+    session.generate(ids(40, 1), prefix_cache=cache, **EVERY)
+    assert cache.stats.entries == 1
+    whole = session.tokens[:60]
+    same(one.generate([whole], prefix_cache=cache, **EVERY)[0], cold(one, whole))
+
+
+def test_a_chat_of_a_session_equals_one_without():
+    """Turn by turn, the whole conversation given; what is written as it was made is known."""
+    model = kj.load(SHIPPED)
+    session, messages, before = model.session(max_length=256), [], 0
+    for text in ("Alice", "and the Queen?", "why"):
+        messages.append({"role": "user", "content": text})
+        options = dict(max_new_tokens=12, temperature=0.0)
+        reply, wanted = session.chat(messages, **options), model.chat(messages, **options)
+        assert (reply.tokens, reply.finish_reason) == (wanted.tokens, "length")
+        assert reply.usage.cached_tokens == before
+        before = reply.usage.prompt_tokens + 11  # the last token was not taken in yet
+        messages.append(reply.message)
+    stream = session.chat(messages[:-1], stream=True, max_new_tokens=90)
+    next(stream)
+    session.reset()
+    assert list(stream) == [] and stream.reply.finish_reason == "interrupted"

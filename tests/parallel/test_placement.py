@@ -1,0 +1,243 @@
+"""What a placement refuses and completes, how it is written down, where arrays lie on a mesh."""
+
+import dataclasses
+import json
+import pickle
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as Spec
+from models import AWKWARD, MESHED, write
+
+import kimi_jax as kj
+from kimi_jax.checkpoint.reader import Checkpoint
+from kimi_jax.model.decoder import declare
+from kimi_jax.model.state import STATE_DIMS
+from kimi_jax.parallel.placement import mesh_sizes
+from kimi_jax.runtime.runner import _mesh_and_placement, make_program
+
+PAD = ("heads", "experts", "vocab", "dense", "shared")
+BOTH = ("data", "model")
+
+
+def test_a_placement_survives_replace_pickle_and_json():
+    place = kj.Placement(experts="auto", local_below=8, pad=["heads"], expert_axes=list(BOTH))
+    again = kj.Placement(**json.loads(json.dumps(dataclasses.asdict(place))))
+    assert place == again == pickle.loads(pickle.dumps(place)) == dataclasses.replace(place)
+    assert len({place, again}) == 1 and again.expert_axes == BOTH
+
+
+WRONG = [
+    (dict(experts="some"), "experts must be one of exchange, local, auto, got 'some'"),
+    (dict(pad="heads"), "pad must be a list of names, got 'heads'"),
+    (dict(pad=["head"]), "pad: unknown dimension 'head', known are heads, experts"),
+    (dict(expert_axes=["data"]), r"expert_axes must be one of .* got \('data',\)"),
+    (dict(local_below=-1), "local_below must be a whole number >= 0, got -1"),
+    (dict(local_below=True, rows="cut"), "rows must be .*\n.*local_below must be"),
+]
+
+
+@pytest.mark.parametrize("options, message", WRONG, ids=str)
+def test_wrong_options_are_named_together(options, message):
+    with pytest.raises(kj.PlacementError, match=message):
+        kj.Placement(**options)
+
+
+ALL = {"vocabulary", "experts", "heads", "KDA heads", "dense intermediate", "shared intermediate"}
+NAMED = {
+    3: {"vocabulary", "experts"},
+    5: ALL - {"vocabulary"},
+    6: {"vocabulary", "experts"},
+    7: ALL - {"experts"},
+    9: ALL,
+    12: {"vocabulary", "experts"},
+    64: {"heads", "KDA heads"},
+} | {n: set() for n in (1, 2, 4, 8, 16, 32)}
+
+
+@pytest.mark.parametrize("n", NAMED)
+def test_every_dimension_of_k3_that_does_not_divide_is_named(n):
+    config = kj.Config.k3_1()
+    if not NAMED[n]:
+        return kj.Placement().check(config, {"model": n})
+    with pytest.raises(kj.PlacementError) as refusal:
+        kj.Placement().check(config, {"model": n})
+    title, *lines = str(refusal.value).splitlines()
+    assert title == f"a mesh of data 1 x model {n} does not divide:"
+    sizes = {"heads": 96, "KDA heads": 96, "vocabulary": 163840, "experts": 896}
+    sizes |= {"dense intermediate": 33792, "shared intermediate": 6144}
+    assert {line.split(":")[0].strip() for line in lines} == NAMED[n]
+    for line in lines:
+        name = line.split(":")[0].strip()
+        assert f"{name}: {sizes[name]} over {n} ranks (pad=" in line
+    kj.Placement(pad=PAD).check(config, {"model": n})
+
+
+ONE = {
+    "heads": (dict(heads=6), "heads"),
+    "KDA heads": (dict(kda_heads=6), "heads"),
+    "vocabulary": (dict(vocab=82), "vocab"),
+    "experts": (dict(experts=18), "experts"),
+    "dense intermediate": (dict(dense_ffn=42), "dense"),
+    "shared intermediate": (dict(expert_ffn=33, quantized=False), "shared"),
+}
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_each_dimension_alone_is_refused_by_name_and_completed_by_its_own_option(name):
+    changes, pad = ONE[name]
+    config = dataclasses.replace(MESHED, **changes)
+    with pytest.raises(kj.PlacementError) as refusal:
+        kj.Placement(pad=[other for other in PAD if other != pad]).check(config, {"model": 4})
+    _, *lines = str(refusal.value).splitlines()
+    assert [line.split(":")[0].strip() for line in lines] == [name]
+    kj.Placement(pad=[pad]).check(config, {"model": 4})
+
+
+def test_experts_over_both_axes_and_cut_latents_are_checked_too():
+    with pytest.raises(kj.PlacementError, match="experts: 896 over 6 ranks"):
+        kj.Placement(expert_axes=BOTH).check(kj.Config.k3(), {"data": 3, "model": 2})
+    odd = dataclasses.replace(MESHED, latent=33, quantized=False)
+    with pytest.raises(kj.PlacementError, match=r"latent width: 33 over 2 ranks$"):
+        kj.Placement(latent="sharded", pad=PAD).check(odd, {"model": 2})
+
+
+def test_sliced_rows_and_helix_keys_are_checked_like_the_rest():
+    """What they cut is named; the shared experts' width only where it is cut."""
+    sliced = kj.Placement(rows="sliced", keys="helix")
+    odd = dataclasses.replace(MESHED, expert_ffn=33, quantized=False)
+    sliced.check(odd, {"model": 4})
+    for place in (kj.Placement(), dataclasses.replace(sliced, shared="sliced")):
+        with pytest.raises(kj.PlacementError, match=r"shared intermediate: 33 over 4 ranks"):
+            place.check(odd, {"model": 4})
+    few = dataclasses.replace(MESHED, heads=6, kda_heads=12, experts=18)
+    with pytest.raises(kj.PlacementError) as refusal:
+        sliced.check(few, {"model": 8})
+    for said in ("heads: 6 over 8", "KDA heads: 12 over 8", "experts: 18 over 8"):
+        assert said in str(refusal.value)
+
+
+def test_a_dense_layer_after_one_with_experts_is_refused_where_rows_are_sliced():
+    alternating = dataclasses.replace(MESHED, moe_layer_freq=2)
+    assert [alternating.is_dense(i) for i in range(3)] == [True, True, False]
+    later = dataclasses.replace(alternating, layers=5, mla_layers=(2,))
+    kj.Placement().check(later, {"model": 2})
+    kj.Placement(rows="sliced").check(alternating, {"model": 2})
+    for rows in ("sliced", "auto"):
+        with pytest.raises(kj.PlacementError, match=r"may be dense, and layers 3 are"):
+            kj.Placement(rows=rows).check(later, {"model": 2})
+
+
+def test_blocks_that_32_bits_do_not_count_are_refused():
+    kj.Placement(keys="helix", helix_block=2**28).check(MESHED, {"model": 4})
+    kj.Placement(helix_block=2**40).check(MESHED, {"model": 4})
+    for block in (2**29, 5 * 10**9):
+        with pytest.raises(kj.PlacementError, match=f"helix_block: {block} over 4 ranks"):
+            kj.Placement(keys="helix", helix_block=block).check(MESHED, {"model": 4})
+
+
+def test_auto_slices_from_its_number_of_rows():
+    place = kj.Placement(rows="auto", sliced_from=9)
+    assert [place.slices_rows(rows) for rows in (1, 8, 9, 4096)] == [False, False, True, True]
+    assert kj.Placement(rows="sliced").slices_rows(1)
+    assert not kj.Placement(sliced_from=1).slices_rows(4096)
+
+
+def test_a_mesh_is_refused_by_its_axis():
+    with pytest.raises(kj.PlacementError, match="needs 4096 devices, JAX has 8"):
+        kj.make_mesh(model=4096)
+    with pytest.raises(kj.PlacementError, match="mesh axis data must be a positive integer, got 0"):
+        kj.make_mesh(data=0)
+    with pytest.raises(kj.PlacementError, match="unknown mesh axis 'pipe'"):
+        kj.Placement().check(MESHED, {"pipe": 2})
+
+
+def test_a_misfit_is_refused_before_anything_is_allocated(tmp_path):
+    folder = write(AWKWARD, tmp_path / "awkward")
+    before = len(jax.live_arrays())
+    with pytest.raises(kj.PlacementError, match="KDA heads: 6 over 4 ranks"):
+        kj.load(folder, kj.make_mesh(model=4))
+    assert len(jax.live_arrays()) == before
+
+
+def test_what_is_no_mesh_and_no_placement_is_refused(tmp_path):
+    folder = write(MESHED, tmp_path / "meshed")
+    names = jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])
+    with pytest.raises(kj.PlacementError, match="a mesh needs the axes data and model"):
+        kj.load(folder, names)
+    with pytest.raises(kj.PlacementError, match=r"mesh must come from make_mesh, got \(2, 4\)"):
+        _mesh_and_placement((2, 4), None)
+    with pytest.raises(kj.PlacementError, match=r"placement must be a Placement, got \{\}"):
+        _mesh_and_placement(None, {})
+
+
+def test_specs_follow_the_table():
+    place, cut = kj.Placement(), kj.Placement(latent="sharded", expert_axes=BOTH)
+    assert place.spec(("HK", "D")) == Spec("model", None)
+    assert place.spec(("G", "E", "F", "L2")) == Spec(None, "model", None, None)
+    assert cut.spec(("G", "E", "F", "L2")) == Spec(None, BOTH, None, None)
+    assert place.spec(("D", "YL")) == place.spec(("NE", "D")) == Spec(None, None)
+    assert cut.spec(("D", "YL")) == Spec(None, "model")
+    assert place.spec(STATE_DIMS["memory"]) == Spec(None, "data", "model", None, None)
+    assert place.spec(STATE_DIMS["latents"]) == Spec(None, "data", None, None)
+    helix = kj.Placement(keys="helix", rows="sliced")
+    values = dataclasses.replace(helix, exchange="values", shared="sliced")
+    for one in (helix, values):
+        for name in ("latents", "index_keys"):
+            assert one.spec(STATE_DIMS[name]) == Spec(None, "data", "model", None)
+        assert one.spec(("MK", "Q")) == Spec(None, None)
+        assert one.spec(("HV", "D")) == Spec("model", None)
+    assert helix.spec(("O", "V", "C")) == Spec("model", None, None)
+    assert values.spec(("O", "V", "C")) == Spec(None, None, None)
+    assert (helix.spec(("X", "D")), values.spec(("X", "D"))) == (
+        Spec(None, None),
+        Spec("model", None),
+    )
+    assert place.spec(("MK", "Q")) == place.spec(("X", "D")) == Spec("model", None)
+
+
+# What the layout of system A cuts: everything else is whole on every rank.
+CUT = {
+    *("embed", "head", "w_q", "w_k", "w_v", "conv_q", "conv_k", "conv_v", "w_decay_b", "a_log"),
+    *("dt_bias", "w_beta", "w_gate", "w_o", "w_q_b", "w_k_b", "w_v_b", "w_up", "w_down"),
+    *("s_gate", "s_up", "s_down", "w_gate_b"),
+}
+
+
+def test_the_released_model_is_cut_as_the_layout_says():
+    mesh = kj.make_mesh(model=8)
+    program = make_program(kj.Config.k3_1(), mesh, dtype="bfloat16")
+    for w in declare(program.declared):
+        cut = "model" in program.weight_specs[w.path]
+        inside = "indexer" not in w.path and w.path[-1] in CUT
+        assert cut == inside, w.path
+
+
+def test_two_experts_a_device_over_both_axes(tmp_path):
+    mesh, place = kj.make_mesh(2, 4), kj.Placement(expert_axes=BOTH)
+    folder = write(MESHED, tmp_path / "meshed")
+    model = kj.load(folder, mesh, place)
+    w = next(w for w in declare(model.program.declared) if w.path[-2:] == ("experts", "w_gate"))
+    stack = model.weights[w.path]
+    with Checkpoint(folder, MESHED) as file:
+        whole = np.stack([file.read(name) for name in w.names])
+    assert whole.shape[1] == 16
+    for number, device in enumerate(mesh.devices.flat):  # data first, then model
+        (shard,) = (s for s in stack.addressable_shards if s.device == device)
+        assert shard.data.shape[1] == 2
+        np.testing.assert_array_equal(shard.data, whole[:, 2 * number : 2 * number + 2])
+
+
+def test_the_state_is_cut_as_the_placement_says(tmp_path):
+    model = kj.load(write(MESHED, tmp_path / "meshed"), kj.make_mesh(2, 4))
+    state = model.new_state(3, 128)  # completed to 4 rows
+    (kda, *_, mla) = state.layers[0]
+    shapes = lambda x: {s.data.shape for s in x.addressable_shards}  # noqa: E731
+    H, K, V = MESHED.kda_heads, MESHED.kda_key_dim, MESHED.kda_value_dim
+    assert shapes(kda.memory) == {(1, 2, H // 4, K, V)}
+    assert shapes(kda.window_v) == {(1, 2, MESHED.conv_width - 1, H // 4 * V)}
+    assert shapes(mla.latents) == {(1, 2, 128, MESHED.latent_row)}
+    assert shapes(mla.index_keys) == {(1, 2, 128, MESHED.index_dim)}
+    assert shapes(state.length) == {(2,)}
+    assert mesh_sizes(model.mesh) == {"data": 2, "model": 4}

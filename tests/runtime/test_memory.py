@@ -1,0 +1,453 @@
+"""The plan: the spec's figures, its arithmetic written out, what really lives on a device, and the
+words of a verdict.
+"""
+
+import dataclasses
+import inspect
+import math
+import os
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from models import AWKWARD, FAMILY, MESHED, write
+
+import kimi_jax as kj
+from kimi_jax.errors import PlacementError
+from kimi_jax.model.state import DEFINITIONS
+from kimi_jax.runtime.memory import (
+    APART,
+    INPUTS,
+    STATE_TERMS,
+    WEIGHT_TERMS,
+    Plan,
+    device_memory,
+    plan,
+    refuse_what_exceeds,
+    verdict,
+)
+from kimi_jax.runtime.runner import make_program
+
+K3_1 = kj.Config.k3_1()
+EVERY_PAD = ("heads", "experts", "vocab", "dense", "shared")
+GB, MIB = 10**9, 2**20
+
+
+def ranks(model: int, data: int = 1) -> dict[str, int]:
+    return {"data": data, "model": model}
+
+
+def ten_terms(planned: Plan) -> int:
+    """What table 7 of the spec counts."""
+    return sum(planned.terms[term] for term in WEIGHT_TERMS if term != APART)
+
+
+# Table 7 of the spec, line by line; two bytes a parameter, expert bytes as they are packed.
+
+EXPERT = 3 * 3584 * 3072 // 2 + 3 * 3584 * 3072 // 32
+CUT = {
+    "routed experts": 896 * 92 * EXPERT,
+    "KDA": 2 * 69 * (5 * 7168 * 12288 + 128 * 12288 + 7168 * 96),
+    "MLA": 2 * 24 * (1536 * 96 * 192 + 512 * 96 * 256 + 2 * 7168 * 12288),
+    "shared experts": 2 * 92 * 3 * 7168 * 6144,
+    "embedding and head": 2 * 2 * 163840 * 7168,
+    "dense layers": 2 * 3 * 7168 * 33792,
+}
+WHOLE = {
+    "latent projections": 2 * 92 * 2 * 7168 * 3584,
+    "router": 2 * 92 * 7168 * 896,
+    "MLA latents down": 2 * 24 * 7168 * (1536 + 576),
+    "indexer": 2 * 24 * (1536 * 4096 + 7168 * 128 + 7168 * 32),
+}
+# What the table leaves out or counts at two bytes: KDA's float32 parts, cut and whole; f_a; norms.
+KDA_FLOAT32 = 4 * 69 * (3 * 4 * 12288 + 12288 + 96)
+BESIDE = (
+    4 * 69 * 128
+    + 2 * 69 * 7168 * 128
+    + 2 * (93 * (2 * 3 * 7168) + 3 * 7168)  # two norms and two mixtures a layer, and the output's
+    + 2 * 24 * (1536 + 512 + 2 * 128)
+    + 92 * (2 * 3584 + 4 * 896)
+)
+
+
+@pytest.mark.parametrize(
+    "n, table, weights",
+    [(4, 398.8, 399.0), (8, 205.3, 205.4), (16, 108.5, 108.6), (32, 60.1, 60.2)],
+)
+def test_the_table_of_the_spec(n, table, weights):
+    planned = plan(K3_1, ranks(n))
+    assert round(ten_terms(planned) / GB, 1) == table
+    assert round(planned.weight_bytes / GB, 1) == weights
+    assert abs(ten_terms(planned) - (1.44645e12 / n + 101.99e9 / n + 11.72e9)) < 0.03 * GB
+
+
+@pytest.mark.parametrize("n", [1, 4, 8, 16, 32])
+def test_every_term_is_its_arithmetic(n):
+    expected = {term: count // n for term, count in CUT.items()} | WHOLE
+    expected[APART] = KDA_FLOAT32 // n + BESIDE
+    terms = plan(K3_1, ranks(n)).terms
+    assert {term: terms[term] for term in WEIGHT_TERMS} == expected
+
+
+def test_the_whole_model_has_its_parameters():
+    planned = plan(K3_1, ranks(1))
+    experts = planned.terms["routed experts"]
+    parameters = experts * 32 / 17 + (planned.weight_bytes - experts) / 2
+    assert round(parameters / 1e12, 2) == 2.78
+
+
+@pytest.mark.parametrize("n", [1, 8])
+def test_what_a_request_keeps(n):
+    first, second = (plan(K3_1, ranks(n), context=c).terms for c in (1000, 1001))
+    assert first["KDA memory"] == 69 * 6 * MIB // n  # 414 MiB, 51.75 at n = 8
+    assert first["KDA memory"] / MIB == {1: 414, 8: 51.75}[n]
+    assert first["KDA windows"] == 69 * 3 * 3 * 12288 * 2 // n
+    assert round(first["KDA windows"] / MIB, 1) == {1: 14.6, 8: 1.8}[n]
+    assert second["latent cache"] - first["latent cache"] == 27_648
+    assert second["index keys"] - first["index keys"] == 6_144
+    assert first["latent cache"] == 27_648 * 1000
+    assert first["lengths and outputs"] == 4 + 7168 * 2
+
+
+def test_the_batch_is_completed_on_every_data_rank():
+    one = plan(K3_1, ranks(8)).state_bytes
+    assert plan(K3_1, ranks(8), batch=5).state_bytes == 5 * one
+    spread = plan(K3_1, ranks(8, data=2), batch=5)
+    assert (spread.state_bytes, spread.rows, spread.input_bytes) == (3 * one, 3, 3 * 8)
+
+
+def test_a_sharded_latent_space():
+    whole = plan(K3_1, ranks(8)).terms
+    cut = plan(K3_1, ranks(8), kj.Placement(latent="sharded"))
+    assert ten_terms(cut) < 197 * GB
+    for term in ("latent projections", "router"):
+        assert cut.terms[term] * 8 == whole[term]
+
+
+def test_experts_over_both_axes():
+    spread = plan(K3_1, ranks(8, data=4), kj.Placement(expert_axes=("data", "model"))).terms
+    assert spread["routed experts"] == CUT["routed experts"] // 32
+    assert {t: spread[t] for t in WEIGHT_TERMS[1:]} == {
+        t: plan(K3_1, ranks(8)).terms[t] for t in WEIGHT_TERMS[1:]
+    }
+
+
+@pytest.mark.parametrize("n", [5, 7, 11])
+def test_completed_to_odd_rank_counts(n):
+    """Each cut dim grows to a multiple of the ranks, then the arithmetic is the same."""
+    up = lambda size: -(-size // n)  # noqa: E731
+    heads = up(96)
+    terms = plan(K3_1, ranks(n), kj.Placement(pad=EVERY_PAD)).terms
+    assert terms["routed experts"] == up(896) * 92 * EXPERT
+    assert terms["KDA"] == heads * CUT["KDA"] // 96
+    assert terms["MLA"] == heads * CUT["MLA"] // 96
+    assert terms["shared experts"] == 2 * 92 * 3 * 7168 * up(6144)
+    assert terms["embedding and head"] == 2 * 2 * up(163840) * 7168
+    assert terms["dense layers"] == 2 * 3 * 7168 * up(33792)
+    assert terms["KDA memory"] == heads * 69 * 128 * 128 * 4
+    assert terms["KDA windows"] == 69 * 3 * 3 * heads * 128 * 2
+    for term, count in WHOLE.items():
+        assert terms[term] == count
+
+
+def test_other_families_have_no_term_left_over():
+    terms = plan(FAMILY, ranks(1), dtype="float32").terms
+    assert terms["indexer"] == terms["index keys"] == 0
+    assert terms["embedding and head"] == 4 * 83 * 72  # tied
+    assert terms["routed experts"] == 4 * 3 * 10 * 3 * 96 * 32  # plain
+    assert set(terms) == {*WEIGHT_TERMS, *STATE_TERMS, INPUTS}
+
+
+def test_float64_doubles_float32():
+    wide, narrow = (plan(FAMILY, ranks(1), dtype=dtype) for dtype in (jnp.float64, "float32"))
+    assert wide.weight_bytes == 2 * narrow.weight_bytes
+    assert wide.terms["latent cache"] == 2 * narrow.terms["latent cache"]
+
+
+# What really lives on a device.
+
+
+def on_one_device(tree, device) -> int:
+    shards = (s for x in jax.tree.leaves(tree) for s in x.addressable_shards)
+    return sum(s.data.nbytes for s in shards if s.device == device)
+
+
+LOADED = {
+    "model 2": (AWKWARD, ranks(2), dict(pad=("vocab",))),
+    "model 4": (AWKWARD, ranks(4), dict(pad=EVERY_PAD, latent="sharded")),
+    "both axes": (AWKWARD, ranks(2, data=2), dict(pad=EVERY_PAD, expert_axes=("data", "model"))),
+    "family": (FAMILY, ranks(4, data=2), dict(pad=EVERY_PAD)),
+}
+
+
+@pytest.mark.parametrize("case", LOADED)
+def test_equals_what_devices_hold(case, tmp_path):
+    config, sizes, options = LOADED[case]
+    placement, mesh = kj.Placement(**options), kj.make_mesh(**sizes)
+    model = kj.load(
+        write(config, tmp_path / "model"), mesh=mesh, placement=placement, dtype="bfloat16"
+    )
+    planned = plan(config, mesh, placement, batch=3, context=50)
+    state = model.new_state(3, 50)
+    for device in mesh.devices.flat:
+        assert on_one_device(model.weights, device) == planned.weight_bytes
+        assert on_one_device(state, device) == planned.state_bytes
+
+
+def test_equals_the_arguments_of_a_compiled_step():
+    """No weight exists; the step is compiled from shapes, as `kimi-jax bench --compile` does."""
+    config = dataclasses.replace(AWKWARD, layers=2, mla_layers=(1,), dense_layers=1, vocab=84)
+    mesh = kj.make_mesh(data=2, model=2)
+    program = make_program(config, mesh, dtype="bfloat16", packed=True, forms=DEFINITIONS)
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    ids, lengths = (jax.ShapeDtypeStruct(s, jnp.int32, sharding=rows) for s in [(4, 1), (4,)])
+    step = program.step.lower(program.weight_shapes, program.state_shapes(4, 64), ids, lengths)
+    planned = plan(config, mesh, batch=4, context=64)
+    compiled = step.compile({"xla_backend_optimization_level": 0})  # only its arguments matter
+    assert compiled.memory_analysis().argument_size_in_bytes == planned.total_bytes
+
+
+def test_nothing_is_allocated():
+    before = {id(x) for x in jax.live_arrays()}
+    planned = plan(K3_1, ranks(12), kj.Placement(pad=("experts", "vocab")), batch=7, context=999)
+    assert planned.total_bytes > 100 * GB and verdict(planned, 80 * GB)
+    assert {id(x) for x in jax.live_arrays()} <= before
+
+
+# Printing, and what a verdict says.
+
+
+def test_prints_every_term_and_the_sums():
+    planned = plan(K3_1, ranks(8))
+    lines = str(planned).splitlines()
+    assert lines[0] == (
+        "one device of data 1 x model 8: bfloat16, MXFP4 experts, batch 1, context 4,096"
+    )
+    assert len({len(line) for line in lines[1:]}) == 1  # aligned
+    for term, nbytes in planned.terms.items():
+        (line,) = (line for line in lines if line.startswith(f"{term}  "))
+        assert f" {nbytes:,} " in line
+    assert "  180.807  180,807,008,256   87.9%" in str(planned)
+    sums = (planned.weight_bytes, planned.state_bytes, planned.total_bytes)
+    for name, nbytes, line in zip(("weights", "state", "total"), sums, lines[-3:], strict=True):
+        assert line.startswith(name) and f" {nbytes:,} " in line
+    assert planned.total_bytes == planned.weight_bytes + planned.state_bytes + planned.input_bytes
+
+
+def test_small_models_print_in_small_units():
+    assert " MB " in str(plan(AWKWARD, ranks(1))).splitlines()[1]
+
+
+def test_a_verdict_that_fits_says_how_far_it_may_grow():
+    planned = plan(K3_1, ranks(8), batch=64, context=4096)
+    text = verdict(planned, 288 * GB)
+    assert planned.fits(288 * GB)
+    assert text.startswith("fits with 68.13 GB to spare: 217.9 GB of 288 GB a device, with 2 GB")
+    assert "Temporaries are not counted" in text and "about 2 GB at full size" in text
+    grown = {
+        "context": int(text.split("batch 64: ")[1].split()[0].replace(",", "")),
+        "batch": int(text.split("context 4,096: ")[1].rstrip(".").replace(",", "")),
+    }
+    for name, most in grown.items():  # so far and not further
+        assert dataclasses.replace(planned, **{name: most}).fits(288 * GB)
+        assert not dataclasses.replace(planned, **{name: most + 1}).fits(288 * GB)
+    assert "1,048,576 tokens, the model's limit" in verdict(plan(K3_1, ranks(8)), 288e9)
+
+
+def test_the_largest_batch_is_as_many_on_each_data_rank():
+    planned = plan(K3_1, ranks(8, data=3), batch=3)
+    most = int(verdict(planned, 288 * GB).split(": ")[-1].rstrip(".").replace(",", ""))
+    assert most % 3 == 0
+    assert dataclasses.replace(planned, batch=most).fits(288 * GB)
+    assert not dataclasses.replace(planned, batch=most + 1).fits(288 * GB)
+
+
+def test_a_verdict_without_full_attention_has_no_slots():
+    config = dataclasses.replace(AWKWARD, mla_layers=(), index_topk=0, index_heads=0, index_dim=0)
+    text = verdict(plan(config, ranks(1)), 8 * GB)
+    assert "Largest context at batch 1: 4,096 tokens, the model's limit." in text
+
+
+def test_a_verdict_that_does_not_fit_says_what_would():
+    text = verdict(plan(K3_1, ranks(4)), 288 * GB)
+    assert text.startswith("does not fit, lacks 113.2 GB: 399.2 GB of 288 GB a device, with 2 GB")
+    assert text.endswith("It would fit:\n  on a mesh of data 1 x model 8: 205.6 GB a device")
+    text = verdict(plan(K3_1, ranks(8)), 200 * GB)
+    assert 'on this mesh with latent="sharded": 196.3 GB a device' in text
+    assert "on a mesh of data 1 x model 16: 108.8 GB a device" in text
+    text = verdict(plan(K3_1, ranks(8)), 10 * GB)
+    assert text.endswith("No mesh of up to 64 devices would hold it.")
+    text = verdict(plan(K3_1, ranks(1), packed=False, dtype="float32"), 10 * GB)
+    assert text.startswith("does not fit, lacks 11,111 GB: 11,119 GB of 10 GB a device")
+
+
+def test_a_verdict_says_which_requests_would_fit():
+    planned = plan(K3_1, ranks(8), batch=64, context=100_000)
+    text = verdict(planned, 288 * GB)
+    assert "at batch 64 with a context of at most 35,599\n" in text
+    assert "at context 100,000 with a batch of at most 23\n" in text
+    assert dataclasses.replace(planned, context=35_599).fits(288 * GB)
+    assert dataclasses.replace(planned, batch=23).fits(288 * GB)
+    assert "on a mesh of data 3 x model 8" in text
+
+
+def test_the_smallest_mesh_is_the_smallest():
+    """By definition: of all meshes in order of devices, the first that divides and holds it."""
+    planned = plan(K3_1, ranks(1), kj.Placement(expert_axes=("data", "model")))
+
+    def holds(data: int, model: int, memory: int) -> bool:
+        try:
+            return dataclasses.replace(planned, data=data, model=model).fits(memory)
+        except PlacementError:
+            return False
+
+    meshes = [(d, n // d) for n in range(1, 65) for d in range(1, n + 1) if n % d == 0]
+    for memory in (150 * GB, 70 * GB):
+        data, model = next(mesh for mesh in meshes if holds(*mesh, memory))
+        assert f"on a mesh of data {data} x model {model}: " in verdict(planned, memory)
+
+
+def test_refuses_only_what_exceeds():
+    planned = plan(K3_1, ranks(8))
+    for memory in (None, planned.total_bytes, 288e9):
+        refuse_what_exceeds(planned, memory)  # no reserve: what may fit is let through
+    with pytest.raises(PlacementError) as error:
+        refuse_what_exceeds(planned, planned.total_bytes - 1)
+    assert "lacks 1 B" in str(error.value) and str(planned) in str(error.value)
+    assert "set aside" not in str(error.value)
+
+
+def test_a_mesh_that_does_not_fit_is_refused_before():
+    with pytest.raises(PlacementError, match="KDA heads: 96 over 5 ranks"):
+        plan(K3_1, ranks(5))
+    with pytest.raises(PlacementError, match="unknown mesh axis 'rows'"):
+        plan(K3_1, {"rows": 2})
+
+
+def test_names_every_number_that_cannot_be():
+    with pytest.raises(ValueError, match=r"batch must .* 0\ncontext must .* -1\ndtype .* int8"):
+        plan(K3_1, ranks(8), batch=0, context=-1, dtype="int8")
+    with pytest.raises(ValueError, match="context 2097152 is over the model's 1048576 tokens"):
+        plan(K3_1, ranks(8), context=2**21)
+    assert plan(dataclasses.replace(AWKWARD, max_positions=64), ranks(1)).context == 64
+
+
+def test_the_memory_of_a_device():
+    mesh = kj.make_mesh(data=2, model=4)
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert device_memory(mesh) == physical // math.prod(mesh.shape.values())
+
+
+class FakeMesh:
+    """Devices that report what an accelerator would."""
+
+    def __init__(self, *limits, platform="gpu"):
+        self.local_devices = [FakeDevice(limit, platform) for limit in limits]
+
+
+@dataclasses.dataclass
+class FakeDevice:
+    limit: int | None
+    platform: str
+
+    def memory_stats(self):
+        return None if self.limit is None else {"bytes_limit": self.limit, "bytes_in_use": 5}
+
+
+def test_the_memory_that_accelerators_report():
+    memory = inspect.unwrap(device_memory)  # without the check of types
+    assert memory(FakeMesh(80 * GB, 79 * GB)) == 79 * GB
+    assert memory(FakeMesh(None, None)) is None
+    assert memory(FakeMesh()) is None
+
+
+HELIX = kj.Placement(keys="helix")
+
+
+@pytest.mark.parametrize("n, weights", [(8, 206_866_960_112), (16, 110_191_471_488), (32, 0)])
+def test_helix_cuts_the_cache_of_a_million_tokens(n, weights):
+    """27,648 bytes of latent rows a token, all layers together, and 6,144 of index keys; what q_b
+    and the absorbed k_b weigh more, 1.661 (1 - 1 / n) GB, on every rank.
+    """
+    whole, cut = (plan(K3_1, ranks(n), p, batch=64, context=10**6) for p in (kj.Placement(), HELIX))
+    tokens = 64 * cut.slots
+    assert cut.slots == (10**6 // (64 * n)) * 64 + min(64, 10**6 % (64 * n))
+    assert cut.terms["latent cache"] == 27_648 * tokens
+    assert cut.terms["index keys"] == 6_144 * tokens
+    assert whole.terms["latent cache"] == 27_648 * 64 * 10**6
+    more = cut.weight_bytes - whole.weight_bytes
+    assert more == pytest.approx(1.661e9 * (1 - 1 / n), rel=1e-3)
+    assert f"{cut.slots:,} of 1,000,000 keys a device, in blocks of 64; 33,792 B a key" in str(cut)
+    if n == 8:
+        assert cut.weight_bytes == weights
+
+
+def test_what_sliced_rows_keep_whole_and_cut():
+    """The shared experts, 24.31 (1 - 1 / n) GB more on every rank, unless they are cut too."""
+    full, whole, cut = (
+        plan(K3_1, ranks(8), kj.Placement(**options))
+        for options in (dict(), dict(rows="sliced"), dict(rows="auto", shared="sliced"))
+    )
+    assert cut.weight_bytes == full.weight_bytes
+    more = whole.weight_bytes - full.weight_bytes
+    assert more == pytest.approx(24.31e9 * 7 / 8, rel=1e-3)
+    assert more == whole.terms["shared experts"] - full.terms["shared experts"]
+
+
+def test_a_plan_says_which_steps_slice_rows():
+    auto = kj.Placement(rows="auto", sliced_from=64, shared="sliced")
+    said = str(plan(K3_1, ranks(8), auto, batch=12))
+    assert (
+        "rows are full in decode steps of 12 rows, full in prefill steps of 16 rows, sliced in "
+        "prefill steps of 4,096 rows"
+    ) in said
+    assert "sliced in decode steps of 64 rows" in str(plan(K3_1, ranks(8), auto, batch=64))
+    assert "rows are" not in str(plan(K3_1, ranks(8)))
+
+
+def test_a_verdict_proposes_helix_keys_and_their_longest_context():
+    """At 8 ranks, 12 requests of a million tokens do not fit 288 GB with whole keys."""
+    said = verdict(plan(K3_1, ranks(8), batch=12, context=10**6), 288 * GB)
+    assert 'on this mesh with keys="helix": ' in said
+    fits = plan(K3_1, ranks(8), HELIX, batch=48, context=1000)
+    found = re.search(r"at batch 48: ([\d,]+) tokens", verdict(fits, 288 * GB))
+    longest = int(found[1].replace(",", ""))
+    room = 286 * GB
+    assert dataclasses.replace(fits, context=longest).total_bytes <= room
+    assert longest == 2**20 or dataclasses.replace(fits, context=longest + 1).total_bytes > room
+
+
+@pytest.mark.parametrize("block, slots", [(4, 64), (64, 500), (1, 33)])
+def test_the_shards_of_a_helix_state_are_the_plan(tmp_path, block, slots):
+    """What each device holds of latent rows and index keys, and of KDA's memories: one n-th."""
+    place, mesh = kj.Placement(keys="helix", helix_block=block), kj.make_mesh(model=8)
+    model = kj.load(write(MESHED, tmp_path / "meshed"), mesh, place, "float32")
+    state = model.new_state(2, slots)
+    planned = plan(MESHED, mesh, place, batch=2, context=slots, dtype="float32")
+    wanted = planned.terms["latent cache"], planned.terms["index keys"], planned.terms["KDA memory"]
+    for device in range(8):
+        held = [0, 0, 0]
+        for (_, _, name), array in state.named().items():
+            if name in ("latents", "index_keys", "memory"):
+                at = ("latents", "index_keys", "memory").index(name)
+                held[at] += array.addressable_shards[device].data.nbytes
+        assert tuple(held) == wanted
+    one = plan(MESHED, ranks(1), batch=2, context=slots, dtype="float32")
+    row = one.terms["latent cache"] // slots
+    assert 0 <= wanted[0] - one.terms["latent cache"] / 8 <= row * block
+    assert wanted[2] * 8 == one.terms["KDA memory"]
+
+
+def test_a_plan_shows_what_the_chosen_sums_cost():
+    """3,072 rows of K3 at 8 ranks: the ring sends 2 (n - 1) / n of the tensor and lands as much."""
+    place = kj.Placement(prefill_reduce="ring_bf16", prefill_ring_rows=3072)
+    planned = plan(kj.Config.k3(), {"model": 8}, place)
+    how, count, cost = planned.sums(3072)
+    assert (how.algorithm, count, cost.steps) == ("ring_bf16", 186, 14)
+    assert cost.sent == cost.scratch == 2 * 7 * 3072 * 7168 * 2 // 8
+    assert planned.sums(1024)[0].algorithm == "two_shot"
+    assert planned.sums(4096, "decode")[0].algorithm == "sum"
+    assert "steps of 3,072 rows: 186 sums by ring_bf16" in str(planned)
+    assert "steps of 1,024 rows: 186 sums by two_shot" in str(planned)
+    assert "sums by" not in str(plan(kj.Config.k3(), {"model": 8}))
