@@ -34,7 +34,7 @@ import kimi_jax as kj
 from kimi_jax.cli.measure import compile_step
 from kimi_jax.model.state import Forms
 from kimi_jax.parallel.collectives import DATA, MODEL
-from kimi_jax.runtime.runner import make_program
+from kimi_jax.runtime.program import make_program
 
 TARGET = """\
 gpu_device_info {

@@ -30,7 +30,7 @@ from kimi_jax.checkpoint.reader import save_hf, shapes, to_hf
 from kimi_jax.model import mxfp4
 from kimi_jax.model.decoder import declare
 from kimi_jax.model.state import TRAINING
-from kimi_jax.runtime.runner import make_program
+from kimi_jax.runtime.program import make_program
 from kimi_jax.text import tokenizer
 
 RANKS = 448

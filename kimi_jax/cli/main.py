@@ -896,7 +896,7 @@ def _say_cell(column: str, value: str | int | float) -> str:
 
 
 def _compiled(options: argparse.Namespace, mesh: Any, place: Any) -> tuple[str, Any, list]:
-    from ..runtime.runner import make_program
+    from ..runtime.program import make_program
     from . import measure as bench
 
     config, dtype = _named_config(options.compile), options.dtype or "bfloat16"

@@ -29,7 +29,8 @@ from ..model.state import STATE_DIMS, State, Step
 from ..parallel.collectives import DATA, MODEL, all_reduce
 from ..parallel.placement import Placement, to_device
 from ..parallel.reductions import Reduction, traffic
-from ..runtime.runner import Model, Program, default_dtype, make_program
+from ..runtime.program import Program, default_dtype, make_program
+from ..runtime.runner import Model
 
 Row = tuple[str | int | float, ...]
 SPEED_COLUMNS = ("step", "batch", "tokens", "compile_s", "step_ms", "tokens_per_s")

@@ -24,7 +24,8 @@ from ..parallel.collectives import DATA
 from ..parallel.helix import Stripes
 from ..parallel.placement import Placement, agree, mesh_sizes, settle, to_host, together
 from .memory import device_memory, plan
-from .runner import Model, Program, differences, make_program, refuse_what_is_no_state
+from .program import Program, differences, make_program
+from .runner import Model, refuse_what_is_no_state
 
 FORMAT = 1
 Fetch = Callable[[int, str], np.ndarray]  # (layer, name) -> an array of it, all rows, on the host

@@ -18,7 +18,7 @@ import kimi_jax as kj
 from kimi_jax.checkpoint import reader as checkpoint
 from kimi_jax.model.decoder import declare, spans
 from kimi_jax.model.state import DEFINITIONS, Forms
-from kimi_jax.runtime.runner import make_program
+from kimi_jax.runtime.program import make_program
 
 LENGTHS = (70, 41, 7)
 

@@ -19,7 +19,7 @@ from kimi_jax.model.state import Forms
 from kimi_jax.parallel import collectives
 from kimi_jax.parallel.collectives import DATA, MODEL, Layout
 from kimi_jax.parallel.placement import make_mesh
-from kimi_jax.runtime.runner import make_program
+from kimi_jax.runtime.program import make_program
 
 # data x model ranks, and the axis that is used
 LINES = [(1, n, MODEL) for n in (1, 2, 3, 4, 8)]

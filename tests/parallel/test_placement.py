@@ -15,7 +15,7 @@ from kimi_jax.checkpoint.reader import Checkpoint
 from kimi_jax.model.decoder import declare
 from kimi_jax.model.state import STATE_DIMS
 from kimi_jax.parallel.placement import mesh_sizes
-from kimi_jax.runtime.runner import _mesh_and_placement, make_program
+from kimi_jax.runtime.program import make_program, mesh_and_placement
 
 PAD = ("heads", "experts", "vocab", "dense", "shared")
 BOTH = ("data", "model")
@@ -167,9 +167,9 @@ def test_what_is_no_mesh_and_no_placement_is_refused(tmp_path):
     with pytest.raises(kj.PlacementError, match="a mesh needs the axes data and model"):
         kj.load(folder, names)
     with pytest.raises(kj.PlacementError, match=r"mesh must come from make_mesh, got \(2, 4\)"):
-        _mesh_and_placement((2, 4), None)
+        mesh_and_placement((2, 4), None)
     with pytest.raises(kj.PlacementError, match=r"placement must be a Placement, got \{\}"):
-        _mesh_and_placement(None, {})
+        mesh_and_placement(None, {})
 
 
 def test_specs_follow_the_table():

@@ -27,7 +27,7 @@ from kimi_jax.runtime.memory import (
     refuse_what_exceeds,
     verdict,
 )
-from kimi_jax.runtime.runner import make_program
+from kimi_jax.runtime.program import make_program
 
 K3_1 = kj.Config.k3_1()
 EVERY_PAD = ("heads", "experts", "vocab", "dense", "shared")

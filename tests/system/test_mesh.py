@@ -26,7 +26,7 @@ from kimi_jax.checkpoint.reader import Checkpoint
 from kimi_jax.model.decoder import build, declare, slice_sizes
 from kimi_jax.model.state import Forms, Step
 from kimi_jax.parallel.collectives import own_rows
-from kimi_jax.runtime.runner import make_program
+from kimi_jax.runtime.program import make_program
 
 P, BOTH = kj.Placement, ("data", "model")
 ALL = ("heads", "experts", "vocab", "dense", "shared")

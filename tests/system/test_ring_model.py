@@ -23,7 +23,7 @@ from kimi_jax.cli import measure as bench
 from kimi_jax.errors import PlacementError
 from kimi_jax.parallel import collectives
 from kimi_jax.parallel.reductions import SUM, Reduction, emulate
-from kimi_jax.runtime.runner import make_program
+from kimi_jax.runtime.program import make_program
 
 T, LENGTHS = 16, (16, 11)
 PAD = ("heads", "experts", "vocab", "dense", "shared")
