@@ -4,6 +4,8 @@ All derive from `InputError`, whose text is safe to print: an error often quotes
 has checked yet. Nothing has been computed, allocated or written when one of them is raised.
 """
 
+import os
+from pathlib import Path
 from typing import Any
 
 _PRINTED = 40  # problems an error prints
@@ -48,6 +50,16 @@ class CheckpointError(Problems):
     """A checkpoint that cannot be used, with all its problems, each naming a file or a tensor."""
 
     subject = "the checkpoint"
+
+
+class FileError(InputError):
+    """A file that cannot be read or is not what it should be: `path`, `reason`, and whether it is
+    `missing`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], reason: str, missing: bool = False) -> None:
+        super().__init__(f"{os.fspath(path)}: {reason}")
+        self.path, self.reason, self.missing = Path(path), reason, missing
 
 
 class TokenizerError(InputError):
