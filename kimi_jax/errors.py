@@ -78,6 +78,10 @@ class PromptError(InputError):
     """Prompts or options that cannot run: every problem in one message."""
 
 
+class CommandError(InputError):
+    """A command line that cannot run as it was given."""
+
+
 class ChatError(InputError):
     """A conversation or a tokenizer that chat cannot use: one line for every problem."""
 

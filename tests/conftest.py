@@ -23,6 +23,8 @@ import pytest
 from jaxtyping import install_import_hook
 from safetensors.numpy import load_file
 
+pytest_plugins = ["commands"]
+
 ROOT = Path(__file__).parents[1]
 GOLDEN = ROOT / "tests" / "golden"
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from models import MESHED, write
 
 import kimi_jax as kj
-from kimi_jax.cli.main import SHIPPED
+from kimi_jax.cli.options import SHIPPED
 from kimi_jax.generation import engine
 from kimi_jax.generation import sessions as reuse
 from kimi_jax.parallel.helix import Stripes

@@ -1,0 +1,280 @@
+"""`kimi-jax bench`: measure prefill and decode."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from ..errors import CommandError
+from .devices import load_model, make_folder, make_mesh, make_placement, mesh_text, named_config
+from .options import DTYPES, HELP, SHIPPED, add_command, add_mesh, positive, positives
+from .output import bytes_text, print_table, write
+
+EXAMPLES = """\
+  kimi-jax bench                              9 layers of random weights
+  kimi-jax bench --shape mini-dsa --prompt 2048 --batch 1 --dtype bfloat16
+  kimi-jax bench --experts --devices 8 --mesh 1x8
+  kimi-jax bench --rows --devices 8 --mesh 2x4 --place expert_axes=data,model
+  kimi-jax bench --reduce --devices 8 --dtype bfloat16
+  kimi-jax bench --context --shape mini-dsa   what a token costs behind 2,048 to 32,768 others
+  kimi-jax bench --profile /tmp/profile       a chunk and some steps, for xprof or ui.perfetto.dev
+  kimi-jax bench --compile k3.1               the released size, from shapes alone
+  kimi-jax bench --compile k3.1 --devices 8 --prompt 4096
+
+Times are medians; the first call of each kind is kept apart as compilation."""
+
+_RUN_DEFAULTS = {"shape": "mini", "prompt": 512, "batch": [1, 8], "steps": 16}
+_PROFILE_DEFAULTS = {"shape": "mini", "prompt": 512, "batch": [1], "steps": 4}
+_COMPILE_DEFAULTS = {
+    **{"shape": None, "prompt": 1, "batch": [1], "steps": None, "context": [4096], "profile": None}
+}
+
+
+def add(commands: Any) -> None:
+    """Add the command and its options to a parser."""
+    command = add_command(
+        commands,
+        "bench",
+        run,
+        "measure prefill and decode, or compile a step of any size without its weights",
+        EXAMPLES,
+    )
+    add_mesh(command)
+    add = command.add_argument
+    add("--shape", choices=("mini", "mini-dsa", "shipped"), help="what runs (mini)")
+    add(
+        "--dtype",
+        choices=DTYPES,
+        help=f"{HELP['dtype']} (float32 on CPU, else bfloat16; with --compile bfloat16)",
+    )
+    add("--prompt", type=positive, metavar="T", help="tokens of a prompt (512; to compile 1)")
+    add("--batch", type=positives, metavar="B,B", help="batch sizes (1,8)")
+    add("--steps", type=positive, metavar="N", help="decode steps to time (16)")
+    add(
+        "--context",
+        type=positives,
+        nargs="?",
+        const=[2048, 8192, 32768],
+        metavar="S,S",
+        help="time steps that end contexts of such lengths (2048,8192,32768), and the selection of "
+        "keys in them; with --compile, slots of the step (4096)",
+    )
+    add("--profile", type=Path, metavar="DIR", help="write a profile of a chunk and some steps")
+    add(
+        "--experts",
+        action="store_true",
+        help="find the row count below which local experts are faster than exchanging rows",
+    )
+    add(
+        "--rows",
+        action="store_true",
+        help="find the row count from which slicing rows over ranks is faster than keeping all",
+    )
+    add(
+        "--reduce",
+        action="store_true",
+        help="find the row count from which a ring completes sums faster than the backend's sum",
+    )
+    add(
+        "--compile",
+        metavar="CONFIG",
+        help="compile k3, k3.1, or the config at a path; runs nothing",
+    )
+    add("--json", action="store_true", help="print a line of JSON for each row")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command and return its exit code."""
+    ways = {"compile": _compiled, "experts": _experts, "rows": _rows, "reduce": _reduce}
+    if not options.compile:
+        ways |= {"context": _contexts, "profile": _profile}
+    asked = [name for name in ways if getattr(options, name)]
+    if len(asked) > 1:
+        raise CommandError(f"--{' and --'.join(asked)}: one at a time")
+    _set_defaults(options)
+    if options.dtype == "float64" and (options.compile or options.shape != "shipped"):
+        raise CommandError("--dtype float64 is for --shape shipped")
+    mesh, place = make_mesh(options), make_placement(options)
+    measure = ways[asked[0]] if asked else _speed
+    title, columns, rows = measure(options, mesh, place)
+    if options.json:
+        for row in rows:
+            print(json.dumps(dict(zip(columns, row, strict=True))))
+        return 0
+    said = [[_say_cell(*cell) for cell in zip(columns, row, strict=True)] for row in rows]
+    print_table(title, [column.replace("_", " ") for column in columns], said)
+    if options.experts:
+        _advise(mesh, rows)
+    if options.rows:
+        _advise_rows(rows)
+    if options.reduce:
+        _advise_ring(rows)
+    if options.profile:
+        _advise_profile(options.profile)
+    return 0
+
+
+def _set_defaults(options: argparse.Namespace) -> None:
+    """What was not given, by what is asked for; a compiled step is told of nothing that runs."""
+    defaults = _PROFILE_DEFAULTS if options.profile else _RUN_DEFAULTS
+    defaults = _COMPILE_DEFAULTS if options.compile else defaults
+    idle = [n for n, value in defaults.items() if value is None and getattr(options, n) is not None]
+    if idle:
+        raise CommandError(f"--compile runs nothing and takes no --{', --'.join(idle)}")
+    if options.compile and options.context and len(options.context) > 1:
+        raise CommandError(
+            f"--compile takes one --context, got {','.join(map(str, options.context))}"
+        )
+    for name, value in defaults.items():
+        setattr(options, name, getattr(options, name) or value)
+
+
+def _say_cell(column: str, value: str | int | float) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return bytes_text(int(value)) if column.endswith("_bytes") else str(value)
+
+
+def _compiled(options: argparse.Namespace, mesh: Any, place: Any) -> tuple[str, Any, list]:
+    from ..runtime.program import make_program
+    from . import measure as bench
+
+    config, dtype = named_config(options.compile), options.dtype or "bfloat16"
+    program = make_program(config, mesh, place, dtype, packed=config.quantized, scan=True)
+    slots = min(options.context[0], config.max_positions)
+    (B, *_), T = options.batch, options.prompt
+    title = f"a step of {options.compile}, {B} x {T} tokens, {slots} slots, {mesh_text(mesh)}"
+    compiled, seconds = bench.compile_step(program, B, T, slots)
+    memory = compiled.memory_analysis()
+    row = (*seconds.values(), memory.argument_size_in_bytes, memory.temp_size_in_bytes)
+    return title, bench.COMPILE_COLUMNS, [row]
+
+
+def _speed(options: argparse.Namespace, mesh: Any, place: Any) -> tuple[str, Any, list]:
+    from . import measure as bench
+
+    model = _bench_model(options, mesh, place)
+    title = f"{options.shape}, {model.dtype}, {mesh_text(mesh)}"
+    rows = list(bench.speed(model, options.prompt, options.batch, options.steps))
+    return title, bench.SPEED_COLUMNS, rows
+
+
+def _contexts(options: argparse.Namespace, mesh: Any, place: Any) -> tuple[str, Any, list]:
+    from . import measure as bench
+
+    model = _bench_model(options, mesh, place)
+    title = f"contexts of {options.shape}, {model.dtype}, {mesh_text(mesh)}"
+    rows = list(bench.contexts(model, options.batch[0], options.context))
+    return title, bench.CONTEXT_COLUMNS, rows
+
+
+def _profile(options: argparse.Namespace, mesh: Any, place: Any) -> tuple[str, Any, list]:
+    from . import measure as bench
+
+    make_folder("--profile", options.profile)
+    model = _bench_model(options, mesh, place)
+    T = min(options.prompt, model.chunk)
+    row = bench.profile(model, options.batch[0], T, options.steps, options.profile)
+    return f"profile of {options.shape}, {mesh_text(mesh)}", bench.PROFILE_COLUMNS, [row]
+
+
+def _experts(options: argparse.Namespace, mesh: Any, place: Any) -> tuple[str, Any, list]:
+    from . import measure as bench
+
+    if mesh.size == 1:
+        raise CommandError("--experts compares ways over several devices: give --devices or --mesh")
+    rows = list(bench.experts(_bench_config(options), mesh, place, options.dtype))
+    return f"experts of {options.shape}, {mesh_text(mesh)}", bench.EXPERTS_COLUMNS, rows
+
+
+def _rows(options: argparse.Namespace, mesh: Any, place: Any) -> tuple[str, Any, list]:
+    from . import measure as bench
+
+    if mesh.shape["model"] == 1:
+        raise CommandError("--rows slices over several model ranks: give --devices or --mesh")
+    rows = list(bench.rows(_bench_config(options), mesh, place, options.dtype))
+    return f"rows of {options.shape}, {mesh_text(mesh)}", bench.ROWS_COLUMNS, rows
+
+
+def _reduce(options: argparse.Namespace, mesh: Any, place: Any) -> tuple[str, Any, list]:
+    from . import measure as bench
+
+    if mesh.shape["model"] == 1:
+        raise CommandError("--reduce sums over several model ranks: give --devices or --mesh")
+    if options.dtype == "float64":
+        raise CommandError("--reduce measures float32 and bfloat16")
+    width = _bench_config(options).hidden
+    rows = list(bench.reductions(width, mesh, options.dtype))
+    return f"sums of rows of {width}, {mesh_text(mesh)}", bench.REDUCE_COLUMNS, rows
+
+
+def _bench_model(options: argparse.Namespace, mesh: Any, place: Any) -> Any:
+    """The model that is measured, once its context is known to hold what it will be given."""
+    from . import measure as bench
+
+    config = _bench_config(options)
+    needed, said = options.prompt + options.steps + 1, f"--prompt {options.prompt} and --steps "
+    said += f"{options.steps} need"  # the first step is not timed
+    if options.context:
+        needed, said = max(options.context), f"--context {max(options.context)} needs"
+    if needed > config.max_positions:
+        raise CommandError(
+            f"{said} a context of {needed} tokens, and that of --shape {options.shape} is "
+            f"{config.max_positions}"
+        )
+    if options.shape == "shipped":
+        return load_model(SHIPPED, options)
+    model = bench.random_model(config, mesh, place, options.dtype)
+    return dataclasses.replace(model, chunk=options.chunk or model.chunk)
+
+
+def _bench_config(options: argparse.Namespace) -> Any:
+    from ..config.config import Config
+    from . import measure as bench
+
+    if options.shape == "shipped":
+        return Config.from_hf(SHIPPED)
+    return bench.mini(options.shape == "mini-dsa")
+
+
+def _advise(mesh: Any, rows: list) -> None:
+    from . import measure as bench
+
+    below = bench.local_below(rows)
+    place = f'Placement(experts="auto", local_below={below})'
+    write(f"here: {place}, or --place experts=auto --place local_below={below}\n")
+
+
+def _advise_rows(rows: list) -> None:
+    from . import measure as bench
+
+    found = bench.crossover(rows)
+    if found is None:
+        write('here: slicing is not faster; keep Placement(rows="full")\n')
+    elif found == 0:
+        write('here: slicing is always faster; Placement(rows="sliced")\n')
+    else:
+        place = f'Placement(rows="auto", sliced_from={found})'
+        write(f"here: {place}, or --place rows=auto --place sliced_from={found}\n")
+
+
+def _advise_ring(rows: list) -> None:
+    from . import measure as bench
+
+    found = bench.ring_from(rows)
+    if found is None:
+        write("here: ring_bf16 is not faster than sum; leave prefill_ring_rows at 0\n")
+        return
+    count, pieces = found
+    more = f", ring_pieces={pieces}" if pieces > 1 else ""
+    write(f'here: Placement(prefill_reduce="ring_bf16", prefill_ring_rows={count}{more})\n')
+
+
+def _advise_profile(folder: Path) -> None:
+    trace = max(folder.glob("plugins/profile/*/*.trace.json.gz"), key=os.path.getmtime)
+    write(f"parts by name: pip install xprof tensorboard; tensorboard --logdir {folder}\n")
+    write(f"times alone: open {trace} at https://ui.perfetto.dev\n")

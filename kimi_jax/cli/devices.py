@@ -1,0 +1,167 @@
+"""Devices, processes and the mesh that a command runs on, and the model placed there."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+from ..errors import CommandError
+from .output import note, redirect_output
+
+_DEVICES_FLAG = "--xla_force_host_platform_device_count"
+_PATIENCE = 20  # seconds without a sign of life after which the others take a process for dead
+
+
+def set_devices(count: int | None) -> None:
+    """Makes JAX start with `count` CPU devices; without a count, what XLA_FLAGS asks for stands."""
+    if count is None:
+        return
+    flags = os.environ.get("XLA_FLAGS", "")
+    asked = re.findall(rf"{_DEVICES_FLAG}=(\S+)", flags)
+    if asked and asked[-1] != str(count):
+        raise CommandError(f"--devices {count} contradicts XLA_FLAGS, which asks for {asked[-1]}")
+    if not asked:
+        os.environ["XLA_FLAGS"] = f"{flags} {_DEVICES_FLAG}={count}".lstrip()
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+
+
+def check_devices(count: int | None) -> None:
+    """Refuse a count that JAX, once started, cannot follow any more."""
+    import jax
+
+    if count is not None and jax.local_device_count() != count:
+        raise CommandError(
+            f"--devices {count} comes too late, JAX runs on {jax.local_device_count()}"
+        )
+
+
+def join_processes(options: argparse.Namespace) -> None:
+    """Joins the processes that run together; all but the first fall silent."""
+    given = [vars(options).get(name) for name in ("coordinator", "processes", "process_id")]
+    if all(value is None for value in given):
+        return
+    coordinator, count, number = given
+    if coordinator is None or count is None or number is None:
+        raise CommandError("--coordinator, --processes and --process-id belong together")
+    if not re.fullmatch(r"[^:\s]+:\d{1,5}", coordinator):
+        raise CommandError(f"--coordinator takes HOST:PORT, got {coordinator!r}")
+    if not 0 <= number < count:
+        raise CommandError(
+            f"--process-id {number} is not among the {count} processes, 0 to {count - 1}"
+        )
+    import jax
+
+    jax.distributed.initialize(
+        coordinator,
+        count,
+        number,
+        heartbeat_timeout_seconds=_PATIENCE,
+        shutdown_timeout_seconds=_PATIENCE,
+    )
+    redirect_output(silent=number > 0)
+
+
+def load_model(path: Path, options: argparse.Namespace) -> Any:
+    """The model of a folder on the mesh and placement that were asked for."""
+    import jax
+
+    import kimi_jax as kj
+
+    check_folder(path)
+    if options.dtype == "float64":
+        jax.config.update("jax_enable_x64", True)
+    mesh, place = make_mesh(options), make_placement(options)
+    with warnings.catch_warnings(record=True) as remarks:
+        model = kj.load(path, mesh=mesh, placement=place, dtype=options.dtype, chunk=options.chunk)
+    for remark in remarks:
+        note(f"note: {remark.message}")
+    return model
+
+
+def make_mesh(options: argparse.Namespace) -> Any:
+    """The mesh that was asked for; else all accelerators, or the CPU devices that were asked for,
+    on the model axis.
+    """
+    import jax
+
+    import kimi_jax as kj
+
+    asked = options.devices or options.processes or jax.default_backend() != "cpu"
+    data, model = options.mesh or (1, jax.device_count() if asked else 1)
+    return kj.make_mesh(data, model)
+
+
+def make_placement(options: argparse.Namespace) -> Any:
+    """The placement that `--place` spells: names with JSON values, plain words or a,b lists."""
+    import kimi_jax as kj
+
+    fields = {field.name: field.default for field in dataclasses.fields(kj.Placement)}
+    values = {}
+    for name, text in options.place or []:
+        if name in values:
+            raise CommandError(f"--place {name}=... is given twice")
+        if name not in fields:
+            raise CommandError(f"--place {name}=...: no such option, there are {', '.join(fields)}")
+        if isinstance(fields[name], tuple):
+            values[name] = tuple(part for part in text.split(",") if part)
+        elif isinstance(fields[name], int) and not text.isdecimal():
+            raise CommandError(f"--place {name} takes a whole number, got {text!r}")
+        else:
+            values[name] = int(text) if isinstance(fields[name], int) else text
+    return kj.Placement(**values)
+
+
+def use_compilation_cache() -> None:
+    """Compiled programs stay in the user's cache folder, so that a second run starts at once."""
+    import jax
+
+    if jax.config.values["jax_compilation_cache_dir"] is None:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        jax.config.update("jax_compilation_cache_dir", str(cache / "kimi_jax" / "programs"))
+
+
+def check_folder(path: Path) -> None:
+    """Refuse what is not a checkpoint folder."""
+    if not path.is_dir():
+        raise CommandError(f"{path}: {'a file and not a' if path.exists() else 'no such'} folder")
+    if not (path / "config.json").is_file():
+        raise CommandError(f"{path}: no checkpoint, it has no config.json")
+
+
+def make_folder(option: str, folder: Path) -> None:
+    """A folder that can be written, or a refusal."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        said = "a file and not a folder" if folder.is_file() else error.strerror
+        raise CommandError(f"{option} {folder}: {said}") from error
+    if not os.access(folder, os.W_OK):
+        raise CommandError(f"{option} {folder}: no permission to write there")
+
+
+def named_config(name: str) -> Any:
+    """The config of a released model, or of the file or folder at a path."""
+    from ..config.config import Config
+
+    named = {"k3": Config.k3, "k3.1": Config.k3_1}
+    if name in named:
+        return named[name]()
+    if not Path(name).exists():
+        raise CommandError(f"{name!r} is neither k3, k3.1 nor the path of a config")
+    if Path(name).is_dir():
+        check_folder(Path(name))
+    return Config.from_hf(name)
+
+
+def mesh_text(mesh: Any) -> str:
+    """The sizes of a mesh and the kind of its devices, for a title."""
+    from ..parallel.placement import mesh_sizes, say_mesh
+
+    return f"{say_mesh(mesh_sizes(mesh))} ({mesh.devices.flat[0].device_kind})"

@@ -1,0 +1,168 @@
+"""`kimi-jax inspect`: what a checkpoint folder holds."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from .devices import check_folder
+from .options import SHIPPED, SHIPPED_MODEL, add_command
+from .output import bytes_text, print_table
+
+EXAMPLES = """\
+  kimi-jax inspect
+  kimi-jax inspect /path/to/checkpoint
+  kimi-jax inspect /path/to/checkpoint --all | grep indexer"""
+
+_PARTS = (  # the first pattern found in a tensor's name says which part of the model it is
+    ("embedding", r"embed_tokens"),
+    ("head", r"^lm_head|^model\.norm"),
+    ("residual", r"_res_(norm|proj)"),
+    ("norms", r"layernorm\.weight$(?<!_a_layernorm\.weight)"),
+    ("selection", r"\.indexer\."),
+    ("MLA", r"\.MLA\."),
+    ("KDA", r"\.self_attn\."),
+    ("experts", r"\.experts\."),
+    ("shared experts", r"\.shared_experts\."),
+    ("router", r"\.block_sparse_moe\."),
+    ("dense", r"\.mlp\."),
+    ("not used", r""),
+)
+
+
+def add(commands: Any) -> None:
+    """Add the command and its options to a parser."""
+    add = add_command(
+        commands,
+        "inspect",
+        run,
+        "show what a checkpoint folder holds, from its headers alone",
+        EXAMPLES,
+    ).add_argument
+    add(
+        "path",
+        nargs="?",
+        type=Path,
+        default=SHIPPED,
+        metavar="PATH",
+        help=f"folder ({SHIPPED_MODEL})",
+    )
+    add("--all", action="store_true", help="list every tensor instead of groups of them")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command and return its exit code."""
+    from ..checkpoint.reader import Checkpoint
+    from ..config.config import Config
+
+    check_folder(options.path)
+    config = Config.from_hf(options.path)
+    with Checkpoint(options.path, config) as checkpoint:
+        if options.all:
+            for name, tensor in checkpoint.tensors.items():
+                print(f"{name}  {_say_shape(tensor.shape)}  {tensor.dtype}  {tensor.shard}")
+            return 0
+        print_table(f"{options.path}", ("", ""), list(_summary(checkpoint, config)))
+        columns = ("part", "tensor", "count", "shape", "dtype", "bytes")
+        print_table("tensors", columns, list(_groups(checkpoint, config)))
+    return 0
+
+
+def _summary(checkpoint: Any, config: Any) -> Iterator[tuple[str, str]]:
+    tensors = checkpoint.tensors.values()
+    shards = len({tensor.shard for tensor in tensors})
+    nbytes = sum(tensor.nbytes for tensor in tensors)
+    yield "model", "K3.1, selects keys" if config.sparse else "K3"
+    yield "weights", f"{_parameters(checkpoint, config):,} parameters"
+    yield (
+        "files",
+        f"{len(tensors):,} tensors, {nbytes:,} bytes ({bytes_text(nbytes)}), shards: {shards}",
+    )
+    yield "experts are", "MXFP4" if checkpoint.packed else "plain"
+    yield "tokenizer", _say_tokenizer(checkpoint.folder, config)
+    yield from _sizes(config)
+
+
+def _parameters(checkpoint: Any, config: Any) -> int:
+    """Weights of the model: two in a packed byte, none in a scale or in padding."""
+    from ..checkpoint.reader import shapes
+
+    return sum(
+        math.prod(shape) * (2 if dtype == "uint8" else 1)
+        for name, (shape, dtype) in shapes(config, checkpoint.packed).items()
+        if ".experts.s_" not in name and not (name == "head" and config.tie_embeddings)
+    )
+
+
+def _say_tokenizer(folder: Path, config: Any) -> str:
+    from ..text.tokenizer import Tokenizer
+
+    if not Tokenizer.is_in(folder):
+        return "none, prompts must be token ids"
+    tokenizer = Tokenizer.from_folder(folder, config.vocab)
+    return f"found, {tokenizer.vocab_size:,} ids of which {len(tokenizer.special_ids)} special"
+
+
+def _sizes(config: Any) -> Iterator[tuple[str, str]]:
+    kinds = ["M" if config.is_mla(i) else "K" for i in range(config.layers)]
+    mlps = ["d" if config.is_dense(i) else "e" for i in range(config.layers)]
+    yield "layers", f"{config.layers}, residual blocks of {config.residual_block}"
+    yield "attention", f"{' '.join(kinds)}   (K: KDA, M: MLA)"
+    yield "feed-forward", f"{' '.join(mlps)}   (d: dense, e: experts)"
+    yield "width", f"{config.hidden:,}, dense {config.dense_ffn:,}"
+    yield "vocabulary", f"{config.vocab:,}" + (", head tied" if config.tie_embeddings else "")
+    yield "context", f"{config.max_positions:,} tokens"
+    yield (
+        "KDA",
+        f"{config.kda_heads} heads, keys {config.kda_key_dim}, values {config.kda_value_dim}",
+    )
+    yield (
+        "MLA",
+        f"{config.heads} heads, keys {config.nope_dim} + {config.rope_dim}, values "
+        f"{config.value_dim}, {config.latent_row} values cached a token",
+    )
+    if config.sparse:
+        yield (
+            "selection",
+            f"{config.index_topk:,} keys by {config.index_heads} heads of {config.index_dim}",
+        )
+    yield (
+        "experts",
+        f"{config.active_experts} of {config.experts} and {config.shared_experts} shared, "
+        f"latent {config.latent:,}, width {config.expert_ffn:,}",
+    )
+
+
+def _groups(checkpoint: Any, config: Any) -> Iterator[tuple[str, ...]]:
+    """A row for all tensors of one role and form: part, name, count, shape, dtype, bytes."""
+    counts: Counter[tuple] = Counter()
+    nbytes: Counter[tuple] = Counter()
+    for name, tensor in checkpoint.tensors.items():
+        below = name.removeprefix(checkpoint.root)
+        role = re.sub(r"(?<=\.)\d+(?=\.)", "*", below)
+        group = (_part(below, config), role, _say_shape(tensor.shape), tensor.dtype)
+        counts[group] += 1
+        nbytes[group] += tensor.nbytes
+    parts, last = [part for part, _ in _PARTS], ""
+    for group in sorted(counts, key=lambda group: (parts.index(group[0]), group[1:])):
+        part, role, shape, dtype = group
+        count, size = f"{counts[group]:,}", bytes_text(nbytes[group])
+        yield "" if part == last else part, role.removeprefix("model."), count, shape, dtype, size
+        last = part
+    yield "all", "", f"{counts.total():,}", "", "", bytes_text(nbytes.total())
+
+
+def _part(name: str, config: Any) -> str:
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    if layer and config.is_mla(int(layer[1])):
+        name = name.replace(".self_attn.indexer.", ".indexer.").replace(".self_attn.", ".MLA.")
+    return next(part for part, pattern in _PARTS if re.search(pattern, name))
+
+
+def _say_shape(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape)) or "scalar"
