@@ -8,6 +8,7 @@ together, in one `ConfigError`.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections import Counter
@@ -81,12 +82,12 @@ class Config:
     eos: tuple[int, ...]  # eos_token_id, one or several
     pad: int | None  # pad_token_id
 
-    @property
+    @functools.cached_property
     def kda_layers(self) -> tuple[int, ...]:
         """The 0-based layers with linear attention."""
         return tuple(i for i in range(self.layers) if not self.is_mla(i))
 
-    @property
+    @functools.cached_property
     def moe_layers(self) -> tuple[int, ...]:
         """The 0-based layers with routed experts."""
         return tuple(i for i in range(self.layers) if not self.is_dense(i))
@@ -111,9 +112,13 @@ class Config:
         """N, the most rows the residual bank ever holds."""
         return -(-self.layers // self.residual_block)
 
+    @functools.cached_property
+    def _mla_set(self) -> frozenset[int]:
+        return frozenset(self.mla_layers)
+
     def is_mla(self, layer: int) -> bool:
         """Whether the 0-based layer has full attention; otherwise it is KDA."""
-        return layer in self.mla_layers
+        return layer in self._mla_set
 
     def is_dense(self, layer: int) -> bool:
         """Whether the 0-based layer has a plain MLP; otherwise it routes to experts."""

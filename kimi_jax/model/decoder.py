@@ -89,24 +89,52 @@ def spans(config: Config, scan: bool) -> tuple[Span, ...]:
     """Layers as spans: all in one without scan; with it, a head, the longest run of equal groups,
     and a tail.
 
-    Of all ways to choose the run, the one that leaves the fewest layers to trace.
+    Of all ways to choose the run, the one that leaves the fewest layers to trace; of equals, the
+    one with the shortest period, then the first.
     """
     N = config.layers
-    kinds = [(config.is_mla(i), config.is_dense(i)) for i in range(N)]
-    best = (N, 0, Span(0, N, 1))
-    for period in range(1, N // 2 + 1 if scan else 0):
-        for first in range(N - 2 * period + 1):
-            run = period
-            while first + run < N and kinds[first + run] == kinds[first + run - period]:
-                run += 1
-            groups = run // period
-            traced = N - (groups - 1) * period
-            if groups > 1 and (traced, period) < best[:2]:
-                best = (traced, period, Span(first, period, groups))
-    run = best[2]
+    run = _longest_run(_kinds(config)) if scan else Span(0, N, 1)
     end = run.first + run.period * run.groups
     around = (Span(0, run.first, 1), run, Span(end, N - end, 1))
     return tuple(span for span in around if span.period)
+
+
+def kind_spans(config: Config) -> tuple[Span, ...]:
+    """One span for each kind of layer, with as many groups as there are layers of the kind: enough
+    to count bytes, and of at most four layers at any depth. It is not the order of the layers.
+    """
+    _, firsts, counts = np.unique(_kinds(config), return_index=True, return_counts=True)
+    pairs = zip(firsts, counts, strict=True)
+    return tuple(Span(int(first), 1, int(count)) for first, count in pairs)
+
+
+def _kinds(config: Config) -> np.ndarray:
+    """A number for the kind of each layer [N]: attention by two, MLP by one."""
+    kinds = [2 * config.is_mla(i) + config.is_dense(i) for i in range(config.layers)]
+    return np.array(kinds, np.int32)
+
+
+def _longest_run(kinds: np.ndarray) -> Span:
+    """The run of equal groups that saves the most layers: (groups - 1) * period of them.
+
+    Groups repeat where a layer equals the one a period before it, so each unbroken stretch of such
+    layers is one candidate. Quadratic in the layers at worst.
+    """
+    N = len(kinds)
+    best, saved = Span(0, N, 1), 0
+    for period in range(1, N // 2 + 1):
+        if N - period <= saved:
+            break  # no longer period saves more
+        repeats = kinds[period:] == kinds[:-period]  # of layer `period` and those after it
+        edges = np.flatnonzero(np.diff(repeats, prepend=False, append=False))
+        firsts, groups = edges[::2], 1 + (edges[1::2] - edges[::2]) // period
+        if not len(groups):
+            continue
+        at = int(np.argmax(groups))
+        if (int(groups[at]) - 1) * period > saved:
+            saved = (int(groups[at]) - 1) * period
+            best = Span(int(firsts[at]), period, int(groups[at]))
+    return best
 
 
 class Stack(nnx.Module):
@@ -171,11 +199,11 @@ class Stack(nnx.Module):
 class Kimi(nnx.Module):
     """Embedding, the stacks of layers, the output mixture and norm, and the head."""
 
-    def __init__(self, config: Config, dtype: DTypeLike, *, scan: bool, packed: bool):
+    def __init__(self, config: Config, dtype: DTypeLike, stacks: Sequence[Span], *, packed: bool):
         D, Z = config.hidden, config.vocab
         self.config, self.dtype = config, jnp.dtype(dtype)
         self.embed = weight(dtype, Z=Z, D=D)
-        self.stacks = nnx.List([Stack(config, dtype, span, packed) for span in spans(config, scan)])
+        self.stacks = nnx.List([Stack(config, dtype, span, packed) for span in stacks])
         self.residual = Mix(config, dtype)
         self.norm = weight(dtype, D=D)
         if not config.tie_embeddings:

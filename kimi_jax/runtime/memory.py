@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from ..config.config import Config
 from ..errors import PlacementError
-from ..model.decoder import Declared, Kimi, declare, new_state, spans
+from ..model.decoder import Declared, Kimi, declare, kind_spans, new_state
 from ..model.state import STATE_DIMS
 from ..parallel.collectives import DATA, MODEL
 from ..parallel.helix import Stripes
@@ -313,10 +313,10 @@ def refuse_what_exceeds(plan: Plan, memory: int | float | None) -> None:
 
 @functools.lru_cache(maxsize=32)
 def _declared(config: Config, dtype: str, packed: bool) -> Counter[tuple[str, Declared]]:
-    """How many weights of each term and form there are. Scanned or not, a model holds the same
-    bytes. Shared: not to be changed.
+    """How many weights of each term and form there are, layers of a kind taken together: in any
+    order a model holds the same bytes. Shared: not to be changed.
     """
-    weights = declare(Kimi(config, dtype, scan=True, packed=packed))
+    weights = declare(Kimi(config, dtype, kind_spans(config), packed=packed))
     return Counter(
         (_term(config, w.names[0]), dataclasses.replace(w, path=(), names=())) for w in weights
     )
@@ -373,7 +373,7 @@ def _row_shapes(
     config: Config, dtype: str, heads: int
 ) -> tuple[tuple[str, jax.ShapeDtypeStruct], ...]:
     """Every array of a state of one row, one slot and so many KDA heads, by its name."""
-    stacks = spans(config, scan=True)
+    stacks = kind_spans(config)
     with jax.enable_x64(True):  # float64 has a plan whatever the process runs in
         state = jax.eval_shape(lambda: new_state(config, dtype, stacks, 1, 1, heads, on_cpu=False))
     leaves = jax.tree_util.tree_leaves_with_path(state)

@@ -49,7 +49,7 @@ class Program:
     @functools.cached_property
     def declared(self) -> Kimi:
         """The module with its weights declared, none allocated."""
-        return Kimi(self.config, self.dtype, scan=self.scan, packed=self.packed)
+        return Kimi(self.config, self.dtype, self.stacks, packed=self.packed)
 
     @property
     def stacks(self) -> tuple:

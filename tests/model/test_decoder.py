@@ -11,12 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from models import AWKWARD, DEEP, FAMILY, MESHED, prompts, write
 from tolerances import EXACT
 
 import kimi_jax as kj
 from kimi_jax.checkpoint import reader as checkpoint
-from kimi_jax.model.decoder import declare, spans
+from kimi_jax.model.decoder import declare, kind_spans, spans
 from kimi_jax.model.state import DEFINITIONS, Forms
 from kimi_jax.runtime.program import make_program
 
@@ -126,6 +128,55 @@ def test_layers_fall_into_a_head_equal_groups_and_a_tail():
             for j in range(s.period)
         ]
         assert covered == list(range(17))
+
+
+def runs_by_definition(config: kj.Config) -> tuple[int, int, int]:
+    """(traced, period, first) of the best run: every period, every first layer, layer by layer."""
+    N = config.layers
+    kinds = [(config.is_mla(i), config.is_dense(i)) for i in range(N)]
+    best = (N, 0, 0)
+    for period in range(1, N // 2 + 1):
+        for first in range(N - 2 * period + 1):
+            stop = first + period
+            while stop < N and kinds[stop] == kinds[stop - period]:
+                stop += 1
+            groups = (stop - first) // period
+            if groups > 1:
+                best = min(best, (N - (groups - 1) * period, period, first))
+    return best
+
+
+@settings(derandomize=True, max_examples=200, deadline=None)
+@given(st.lists(st.booleans(), min_size=1, max_size=24), st.integers(0, 24), st.integers(1, 3))
+def test_the_run_that_is_scanned_is_the_best_of_all(is_mla, dense_layers, freq):
+    config = dataclasses.replace(
+        DEEP,
+        layers=len(is_mla),
+        mla_layers=tuple(i for i, mla in enumerate(is_mla) if mla),
+        dense_layers=dense_layers,
+        moe_layer_freq=freq,
+    )
+    found = spans(config, scan=True)
+    assert [i for s in found for g in range(s.groups) for j in range(s.period)
+            for i in [s.layer(j, g)]] == list(range(config.layers))  # fmt: skip
+    run = max(found, key=lambda s: (s.groups - 1) * s.period)
+    traced, period, first = runs_by_definition(config)
+    assert config.layers - (run.groups - 1) * run.period == traced
+    if traced < config.layers:
+        assert (run.period, run.first) == (period, first)
+
+
+@pytest.mark.parametrize("mla", [range(10_000), range(3, 10_000, 4), [i * i for i in range(99)]])
+def test_ten_thousand_layers_fall_into_few_spans(mla):
+    """The search is quadratic at worst: a cubic one would not end today."""
+    config = dataclasses.replace(DEEP, layers=10_000, mla_layers=tuple(mla))
+    assert sum(s.period * s.groups for s in spans(config, scan=True)) == 10_000
+    kinds = kind_spans(config)
+    assert len(kinds) <= 4 and sum(s.groups for s in kinds) == 10_000
+    for span in kinds:
+        kind = config.is_mla(span.first), config.is_dense(span.first)
+        same = [(config.is_mla(i), config.is_dense(i)) == kind for i in range(10_000)]
+        assert sum(same) == span.groups and same.index(True) == span.first
 
 
 @pytest.mark.parametrize("pieces", [(1,), (2, 3, 7, 64), (7,), (64,)], ids=str)
