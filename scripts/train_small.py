@@ -26,7 +26,7 @@ import regex
 from book import BATCH, BOOK, SHIPPED, split, windows
 
 import kimi_jax as kj
-from kimi_jax.checkpoint.reader import save_hf, shapes, to_hf
+from kimi_jax.checkpoint import save_hf, shapes, to_hf
 from kimi_jax.model import mxfp4
 from kimi_jax.model.decoder import declare
 from kimi_jax.model.state import TRAINING

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import kimi_jax as kj
-from kimi_jax.checkpoint.reader import random_tensors, save_hf
+from kimi_jax.checkpoint import random_tensors, save_hf
 from kimi_jax.cli import main as cli
 from kimi_jax.text import tokenizer
 

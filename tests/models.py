@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 import kimi_jax as kj
-from kimi_jax.checkpoint.reader import random_tensors, save_hf
+from kimi_jax.checkpoint import random_tensors, save_hf
 
 # K3.1 with nothing round: 6 heads, K != V, 10 experts in 2 groups, two dense layers, a gate bound
 # other than -5.

@@ -90,7 +90,7 @@ def _summary(checkpoint: Any, config: Any) -> Iterator[tuple[str, str]]:
 
 def _parameters(checkpoint: Any, config: Any) -> int:
     """Weights of the model: two in a packed byte, none in a scale or in padding."""
-    from ..checkpoint.reader import shapes
+    from ..checkpoint.names import shapes
 
     return sum(
         math.prod(shape) * (2 if dtype == "uint8" else 1)

@@ -10,16 +10,9 @@ import pytest
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from kimi_jax.checkpoint.reader import (
-    Checkpoint,
-    CheckpointError,
-    hf_shapes,
-    random_tensors,
-    save_hf,
-    shapes,
-    to_hf,
-)
+from kimi_jax.checkpoint import Checkpoint, hf_shapes, random_tensors, save_hf, shapes, to_hf
 from kimi_jax.config.config import Config
+from kimi_jax.errors import CheckpointError
 from kimi_jax.model import mxfp4
 
 ROOT = "language_model."
@@ -294,7 +287,7 @@ def test_tied_embeddings(tmp_path):
     tensors = random_tensors(config, seed=0)
     assert "language_model.lm_head.weight" not in tensors
     save_hf(tmp_path / "absent", config.to_hf(), tensors)
-    spare = {"language_model.lm_head.weight": np.zeros((51, 36), BF16)}
+    spare = {"language_model.lm_head.weight": tensors["language_model.model.embed_tokens.weight"]}
     save_hf(tmp_path / "present", config.to_hf(), {**tensors, **spare})
     for form in ("absent", "present"):
         with Checkpoint(tmp_path / form, config) as checkpoint:
@@ -699,7 +692,7 @@ def test_to_hf_refuses_what_it_cannot_place(config):
     assert str(caught.value).splitlines() == [
         "nothing: no such weight",
         "norm: shape (35,), expected (36,)",
-        "layers.2.attention.w_v_b: missing, it shares a tensor with a weight that is there",
+        "layers.2.attention.w_v_b: missing, it shares a tensor with a weight that is given",
     ]
 
 
@@ -734,7 +727,7 @@ def test_saving_is_all_or_nothing_and_overwrites_only_when_asked(config, tensors
 def test_a_folder_that_is_no_checkpoint_is_never_overwritten(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
-    with pytest.raises(FileExistsError, match="no checkpoint"):
+    with pytest.raises(FileExistsError, match="not a checkpoint"):
         save_hf(tmp_path / "mine", {}, {"x": np.zeros(3)}, overwrite=True)
     assert (tmp_path / "mine" / "thesis.txt").exists()
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from commands import A_LOG, CONFIG, NORM, SCALE, assert_refused, nan_like
 
-from kimi_jax.checkpoint.reader import save_hf
+from kimi_jax.checkpoint import save_hf
 from kimi_jax.cli import main as cli
 
 # Folders that cannot be used.

@@ -5,7 +5,7 @@ import re
 import numpy as np
 from commands import CONFIG, NORM, nan_like
 
-from kimi_jax.checkpoint.reader import hf_shapes, save_hf
+from kimi_jax.checkpoint import hf_shapes, save_hf
 
 
 def test_inspect_groups_tensors_and_totals_them(run, saved, tensors):

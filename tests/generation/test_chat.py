@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kimi_jax as kj
-from kimi_jax.checkpoint.reader import random_tensors, save_hf
+from kimi_jax.checkpoint import random_tensors, save_hf
 from kimi_jax.cli import main as cli
 from kimi_jax.generation import chat
 from kimi_jax.text.tokenizer import Tokenizer, train_ranks, write_tokenizer

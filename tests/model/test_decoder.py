@@ -17,7 +17,7 @@ from models import AWKWARD, DEEP, FAMILY, MESHED, prompts, write
 from tolerances import EXACT
 
 import kimi_jax as kj
-from kimi_jax.checkpoint import reader as checkpoint
+from kimi_jax import checkpoint
 from kimi_jax.model.decoder import declare, kind_spans, spans
 from kimi_jax.model.state import DEFINITIONS, Forms
 from kimi_jax.runtime.program import make_program

@@ -1,0 +1,298 @@
+"""The index and the headers of a checkpoint, checked before any weight is touched.
+
+A shard is safetensors: eight bytes with the length of the header, the header as JSON, and the data
+of the tensors one after another. A header is untrusted: every number in it is checked before it is
+used, and each problem names its file or its tensor.
+"""
+
+import mmap
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..errors import CheckpointError, FileError, shown
+from ..files import open_regular, parse_json, read_json
+from ..numerics import is_whole
+from .names import Weight, is_skipped, shape_text
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+_INDEX_BYTES = 256 << 20  # four times the index of the largest release
+_HEADER_BYTES = 100_000_000  # the limit of the format
+_MAX_BYTES = 1 << 62  # of a shard: sizes and offsets are not above this
+_LISTED_EXPERTS = 16  # missing experts of a weight that are reported one by one
+
+_ITEM_BYTES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
+    **dict.fromkeys(("U32", "I32", "F32"), 4),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
+}
+_EXPERT_NUMBER = re.compile(r"(?<=\.experts\.)(0|[1-9][0-9]{0,8})(?=\.)")
+
+
+class Tensor(NamedTuple):
+    """What a shard's header says of a tensor; its data begin at byte `start` of the shard."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    shard: str
+    start: int
+
+
+class Shard(NamedTuple):
+    """The tensors of a shard and its bytes, mapped into memory."""
+
+    tensors: dict[str, Tensor]
+    data: mmap.mmap
+
+
+class Contents(NamedTuple):
+    """What a folder holds: its tensors, the shard of each one that the index lists, the bytes of
+    each shard, and what is wrong with them so far.
+    """
+
+    tensors: dict[str, Tensor]
+    index: dict[str, str]
+    data: dict[str, mmap.mmap]
+    problems: list[str]
+
+
+def read_folder(folder: Path) -> Contents:
+    """Index and headers of a checkpoint. Raises CheckpointError where no shard can be read."""
+    problems: list[str] = []
+    index = _read_index(folder)
+    shards = _read_shards(folder, sorted(set(index.values())) or [SINGLE_FILE], problems)
+    index = index or dict.fromkeys(shards[SINGLE_FILE].tensors, SINGLE_FILE)
+    problems += _disagreements(index, shards)
+    data = {name: shard.data for name, shard in shards.items()}
+    return Contents(_merge(index, shards), index, data, problems)
+
+
+# The index.
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    """The shard of each tensor; empty for a checkpoint of one file, which needs no index."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder")
+    path = folder / INDEX_FILE
+    if not os.path.lexists(path):
+        if os.path.lexists(folder / SINGLE_FILE):
+            return {}
+        raise CheckpointError(f"{folder}: holds neither {INDEX_FILE} nor {SINGLE_FILE}")
+    try:
+        index = read_json(path, _INDEX_BYTES)
+    except FileError as error:
+        raise CheckpointError(f"{path}: {error.reason}") from error
+    listed = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(listed, dict) or not all(isinstance(shard, str) for shard in listed.values()):
+        raise CheckpointError(f"{path}: not an index with a weight_map of tensors and files")
+    if not listed:
+        raise CheckpointError(f"{path}: lists no tensor")
+    outside = sorted(shard for shard in set(listed.values()) if not _is_file_name(shard))
+    if outside:
+        raise CheckpointError(f"{path}: names files outside the folder, {shown(outside)}")
+    return listed
+
+
+def _is_file_name(shard: str) -> bool:
+    return shard not in ("", ".", "..") and "/" not in shard
+
+
+# The headers.
+
+
+def _read_shards(folder: Path, names: Iterable[str], problems: list[str]) -> dict[str, Shard]:
+    """Each shard whose header is sound; the problems of the others are added to `problems`."""
+    shards = {}
+    for name in names:
+        try:
+            shards[name] = _read_shard(folder / name)
+        except CheckpointError as error:
+            problems += error.problems
+    if not shards:
+        raise CheckpointError(*problems)
+    return shards
+
+
+def _read_shard(path: Path) -> Shard:
+    try:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            _check_header_length(path.name, length, size)
+            header = parse_json(file.read(length))
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except FileError as error:
+        raise CheckpointError(f"{path.name}: {error.reason}") from error
+    except OSError as error:
+        raise CheckpointError(f"{path.name}: cannot be read, {error.strerror}") from error
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(f"{path.name}: corrupt header, {error}") from error
+    return Shard(_tensors(path.name, header, 8 + length, len(data)), data)
+
+
+def _check_header_length(shard: str, length: int, size: int) -> None:
+    if size < 8 or length > size - 8:
+        raise CheckpointError(
+            f"{shard}: truncated or corrupt, a header of {length} bytes in {size}"
+        )
+    if length > _HEADER_BYTES:
+        raise CheckpointError(
+            f"{shard}: corrupt, a header of {length:,} bytes where {_HEADER_BYTES:,} are allowed"
+        )
+
+
+def _tensors(shard: str, header: Any, first: int, size: int) -> dict[str, Tensor]:
+    """The tensors of a header, whose data begin at byte `first` of the shard's `size`."""
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{shard}: corrupt header, not a table")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise CheckpointError(f"{shard}: corrupt header, __metadata__: {shown(metadata)}")
+    tensors = {name: _tensor(shard, name, entry, first) for name, entry in header.items()}
+    _check_layout(shard, tensors, first, size)
+    return tensors
+
+
+def _tensor(shard: str, name: str, entry: Any, first: int) -> Tensor:
+    """A header's entry, its offsets counted from the start of the file."""
+    with suppress(KeyError, TypeError, ValueError):  # not a table, or without one of the three
+        shape, dtype, (start, stop) = entry["shape"], entry["dtype"], entry["data_offsets"]
+        if _are_sound(shape, dtype, start, stop):
+            return Tensor(tuple(shape), dtype, stop - start, shard, first + start)
+    raise CheckpointError(f"{shard}: corrupt header, {name}: {shown(entry)}")
+
+
+def _are_sound(shape: Any, dtype: Any, start: Any, stop: Any) -> bool:
+    """Whether a shape and a dtype are what they should be and take the bytes start..stop."""
+    if not isinstance(shape, list) or not isinstance(dtype, str) or dtype not in _ITEM_BYTES:
+        return False
+    if not all(is_whole(size, 0, _MAX_BYTES) for size in (*shape, start, stop)):
+        return False
+    return stop - start == _elements(shape) * _ITEM_BYTES[dtype]
+
+
+def _elements(shape: Sequence[int]) -> int:
+    """The product of a shape, or the first partial product that no file can hold."""
+    if 0 in shape:
+        return 0
+    product = 1
+    for size in shape:
+        product *= size
+        if product > _MAX_BYTES:
+            break
+    return product
+
+
+def _check_layout(shard: str, tensors: Mapping[str, Tensor], first: int, size: int) -> None:
+    """Raises CheckpointError unless the tensors follow one another and fill the file."""
+    end = first
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].nbytes)):
+        if tensor.start != end:
+            raise CheckpointError(
+                f"{shard}: corrupt header, {name} starts at byte {tensor.start}, not at {end}"
+            )
+        end = tensor.start + tensor.nbytes
+    if end != size:
+        problem = "truncated" if end > size else "corrupt"
+        raise CheckpointError(
+            f"{shard}: {problem}, its tensors end at byte {end} and the file at {size}"
+        )
+
+
+# Index, headers and released names compared.
+
+
+def _disagreements(listed: Mapping[str, str], shards: Mapping[str, Shard]) -> Iterator[str]:
+    """Where the index and the shards contradict each other."""
+    for name, shard in listed.items():
+        if shard in shards and name not in shards[shard].tensors:
+            yield f"{name}: not in {shard}, where the index has it"
+    for shard, (tensors, _) in shards.items():
+        for name in tensors:
+            if listed.get(name) != shard:
+                yield f"{name}: in {shard}, where the index does not have it"
+
+
+def _merge(listed: Mapping[str, str], shards: Mapping[str, Shard]) -> dict[str, Tensor]:
+    """The tensors of all shards; of two with one name, that of the index."""
+    merged: dict[str, Tensor] = {}
+    for shard, (tensors, _) in shards.items():
+        for name, tensor in tensors.items():
+            if name not in merged or listed.get(name) == shard:
+                merged[name] = tensor
+    return merged
+
+
+def inventory_problems(
+    weights: Sequence[Weight],
+    tensors: Mapping[str, Tensor],
+    listed: Iterable[str],
+    odd_experts: Iterable[str],
+) -> Iterator[str]:
+    """Tensors that are missing, unknown, or of another shape or dtype than their weight.
+
+    `listed` are the tensors of the index and `odd_experts` the expert matrices reported already:
+    what they name is not missing. Takes time and memory in proportion to what the files hold and to
+    the number of weights, not to the number of experts that a config claims.
+    """
+    reported = {f"{name}.weight{end}" for name in odd_experts for end in ("", "_packed", "_scale")}
+    by_source = _by_source({**tensors, **dict.fromkeys(listed), **dict.fromkeys(reported)})
+    unknown = dict.fromkeys(tensors.keys() - reported)
+    for source, weight in {weight.source: weight for weight in weights}.items():
+        found = {n: name for n, name in by_source[source].items() if n < weight.count}
+        yield from _missing(weight, found)
+        readable = [found[n] for n in sorted(found) if found[n] in unknown]
+        for name in readable:
+            shape, dtype, *_ = tensors[name]
+            yield from (f"{name}: {misfit}" for misfit in weight.misfits(shape, dtype))
+            del unknown[name]
+        yield from _mixed_dtypes(weight, [tensors[name] for name in readable])
+    for name, tensor in tensors.items():
+        if name in unknown and not is_skipped(name):
+            yield f"{name}: unknown tensor of shape {shape_text(tensor.shape)} in {tensor.shard}"
+
+
+def _by_source(names: Iterable[str]) -> defaultdict[str, dict[int, str]]:
+    """Tensor names by the source of their weight and the number of the expert, 0 without one."""
+    by_source: defaultdict[str, dict[int, str]] = defaultdict(dict)
+    for name in names:
+        if "{}" in name:
+            continue
+        expert = _EXPERT_NUMBER.search(name)
+        if expert is None:
+            by_source[name][0] = name
+        else:
+            source = f"{name[: expert.start()]}{{}}{name[expert.end() :]}"
+            by_source[source][int(expert[0])] = name
+    return by_source
+
+
+def _missing(weight: Weight, found: Mapping[int, str]) -> Iterator[str]:
+    absent = weight.count - len(found)
+    if absent == 0 or weight.optional:
+        return
+    expected = f"shape {shape_text(weight.file_shape)} is expected"
+    numbers = (number for number in range(weight.count) if number not in found)
+    if absent <= _LISTED_EXPERTS:
+        for number in numbers:
+            yield f"{weight.source.replace('{}', str(number))}: missing, {expected}"
+    else:
+        first = ", ".join(str(next(numbers)) for _ in range(3))
+        name = weight.source.replace("{}", "*")
+        yield f"{name}: missing for {absent:,} of {weight.count:,} experts ({first}, …), {expected}"
+
+
+def _mixed_dtypes(weight: Weight, tensors: Iterable[Tensor]) -> Iterator[str]:
+    dtypes = {tensor.dtype for tensor in tensors} & set(weight.storage.accepted)
+    if len(dtypes) > 1:
+        yield f"{weight.name}: experts differ in dtype, {' and '.join(sorted(dtypes))}"
