@@ -14,7 +14,7 @@ def is_whole(value: Any, low: int, high: int | None = None) -> bool:
 
 def is_number(value: Any) -> bool:
     """Whether a value is a number that float32 holds, NaN and infinities among them."""
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         return False
     largest = float(np.finfo(np.float32).max)
     return bool(value != value or abs(value) == np.inf or abs(value) <= largest)

@@ -26,8 +26,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import ChatError, TokenizerError
 from ..runtime.sampling import Sample, TokenLogprob
+from ..text.stops import StopStrings
 from ..text.tokenizer import Tokenizer
-from .generate import Usage, overlap
+from .generate import Usage, start
 from .sessions import PrefixCache, Session
 
 if TYPE_CHECKING:
@@ -495,19 +496,27 @@ class ReplyParser:
     Markers, their tags and all other special ids never show, be they whole, half or out of place.
     Text that stands in no channel counts as the answer's; after the end of the message all is
     ignored. A call shows once it is closed and sound; `problems` says what became of others.
-    `stops` end the reply before themselves where they appear in the answer's text: then, and at the
-    end of the message, `ended` is true.
+    `stops` end the reply before themselves where they appear in the answer's text, but for those
+    that are complete before token number `min_tokens`: then, and at the end of the message, `ended`
+    is true.
     """
 
-    def __init__(self, tokenizer: Tokenizer, thinking: bool = True, stops: Sequence[str] = ()):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        thinking: bool = True,
+        stops: Sequence[str] = (),
+        min_tokens: int = 0,
+    ):
         self._markup = Markup.of(tokenizer)
         self._decoder = tokenizer.stream()
         self._path = ["think" if thinking else "response"]  # open elements, the outermost first
         self._header: list[str] | None = None  # the text since an <|open|> or <|close|>
         self._opens = False  # which of the two
         self._call: _OpenCall | None = None
-        self._held = ""  # of the answer: it may turn into a stop string
-        self._stops = tuple(stops)
+        self._stops = StopStrings(stops)
+        self._min_tokens = min_tokens
+        self._count = 0
         self.thinking: list[str] = []
         self.text: list[str] = []
         self.tool_calls: list[ToolCall] = []
@@ -518,6 +527,7 @@ class ReplyParser:
         """The events that one more id makes certain, often none."""
         if self.ended:
             return []
+        self._count += 1
         ids = self._markup
         if token not in (ids.open, ids.close, ids.sep, ids.end):
             return self._take(self._decoder.push(token))
@@ -554,23 +564,19 @@ class ReplyParser:
 
     def _answer(self, text: str) -> list[ChatEvent]:
         """More of the answer, up to a stop string or what may become one."""
-        self._held += text
-        found = [(at + len(s), at) for s in self._stops if (at := self._held.find(s)) >= 0]
-        if found:  # the one that is complete first, however the text was cut
-            self._held = self._held[: min(found)[1]]
-            events = self._release()
-            self.ended = True
-            return events
-        return self._release(max((overlap(self._held, stop) for stop in self._stops), default=0))
+        events = self._answered(self._stops.push(text, self._count >= self._min_tokens))
+        self.ended = self._stops.found
+        return events
 
-    def _release(self, keep: int = 0) -> list[ChatEvent]:
-        """The held text but for its last `keep` characters."""
-        cut = len(self._held) - keep
-        ready, self._held = self._held[:cut], self._held[cut:]
-        if not ready:
+    def _release(self) -> list[ChatEvent]:
+        """The answer's text that was held back."""
+        return self._answered(self._stops.finish())
+
+    def _answered(self, text: str) -> list[ChatEvent]:
+        if not text:
             return []
-        self.text.append(ready)
-        return [ChatEvent("text", ready)]
+        self.text.append(text)
+        return [ChatEvent("text", text)]
 
     def _turn_to(self, header: str) -> list[ChatEvent]:
         """An element opens or closes."""
@@ -739,19 +745,24 @@ def chat(
     prompt = render(model.tokenizer, messages, tools, thinking, thinking_effort)
     assert model.tokenizer is not None
     end = Markup.of(model.tokenizer).end
-    parser = ReplyParser(model.tokenizer, thinking, _stop_strings(stop))
     chosen: dict[str, Any] = {"temperature": temperature, "top_p": top_p}
     if sampling is None:
         chosen = {
             "temperature": TEMPERATURE if temperature is None else temperature,
             "top_p": TOP_P if top_p is None else top_p,
         }
-    if session is not None:
-        session.tokens = []  # the prompt is the whole conversation
-    events = model.stream(
+    stops = _stop_strings(stop)
+    events = start(
+        model,
         prompt,
+        prefix_cache,
+        session,
+        whole=True,
+        stop=None,
+        trip=4,
         max_new_tokens=max_new_tokens,
-        **{name: value for name, value in chosen.items() if value is not None},
+        **{"temperature": 0.0, "top_p": 1.0}
+        | {name: value for name, value in chosen.items() if value is not None},
         top_k=top_k,
         sampling=sampling,
         seed=seed,
@@ -759,9 +770,8 @@ def chat(
         logprobs=logprobs,
         logit_bias=logit_bias,
         min_new_tokens=min_new_tokens,
-        prefix_cache=prefix_cache,
-        session=session,
     )
+    parser = ReplyParser(model.tokenizer, thinking, stops, min_new_tokens)
     streamed = ChatStream(events, parser, len(prompt), end)
     if stream:
         return streamed

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import PromptError
+from ..errors import PromptError, shown
 from ..numerics import is_number, is_whole
 from ..parallel.placement import agree, together
 from ..runtime.progress import Progress
-from ..runtime.sampling import Sample, TokenLogprob
-from ..text.tokenizer import Tokenizer
+from ..runtime.sampling import Sample, TokenLogprob, sampling_problems
+from ..text.stops import TextBuilder
 from .engine import run
 from .sessions import PrefixCache, Session
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 Prompt = str | Sequence[int]
 SLOTS = 8  # requests that decode together
 TRIP = 8  # tokens of each that a loop on the device makes before the host sees them
+LARGEST = 2**31 - 1  # the largest whole number of an option: int32 holds it
+PLAIN = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,52 +69,6 @@ class Event:
     usage: Usage = Usage(0, 0, 0.0, 0.0)
 
 
-class TextBuilder:
-    """Text out of one row's tokens: whole characters only, held back while it may still turn into a
-    stop string.
-    """
-
-    def __init__(self, tokenizer: Tokenizer | None, stops: Sequence[str]):
-        self._decoder = tokenizer.stream() if tokenizer else None
-        self._stops = stops
-        self._held = ""
-        self.stopped = False
-
-    def push(self, token: int) -> str:
-        """Text that is certain after one more token; `stopped` turns true once a stop string is
-        complete.
-        """
-        return self._settle(self._decoder.push(token)) if self._decoder else ""
-
-    def finish(self) -> str:
-        """What is still held once no more tokens come."""
-        if self._decoder is None or self.stopped:
-            return ""
-        text = self._settle(self._decoder.finish())
-        rest, self._held = ("", "") if self.stopped else (self._held, "")
-        return text + rest
-
-    def _settle(self, text: str) -> str:
-        self._held += text
-        found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
-        if found:
-            self.stopped = True
-            return self._held[: min(found)]
-        keep = max((overlap(self._held, stop) for stop in self._stops), default=0)
-        ready, self._held = (
-            self._held[: len(self._held) - keep],
-            self._held[len(self._held) - keep :],
-        )
-        return ready
-
-
-def overlap(text: str, stop: str) -> int:
-    """The longest end of `text` that begins `stop` and is not all of it."""
-    return next(
-        (n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0
-    )
-
-
 @dataclasses.dataclass
 class Request:
     """One prompt on its way: its ids, limits, and what has come so far."""
@@ -151,6 +107,8 @@ class Request:
                 self.reason = "length"
         if self.reason:
             rest = self.builder.finish()
+            if self.builder.stopped:
+                self.reason = "stop"
             if self.late or not self.text:
                 self.text.append(rest)
             else:
@@ -189,19 +147,21 @@ def _options(model: "Model", count: int, sampling: Any, seed: Any, **given: Any)
     """The options of a run, or one error that lists all that is wrong with them."""
     problems: list[str] = []
     new, logprobs = given["max_new_tokens"], given["logprobs"]
-    if not is_whole(new, 1):
-        problems.append(f"max_new_tokens must be a positive whole number, got {new!r}")
+    if not is_whole(new, 1, LARGEST):
+        problems.append(
+            f"max_new_tokens must be a positive whole number below 2^31, got {shown(new)}"
+        )
     if not isinstance(logprobs, bool) and not is_whole(logprobs, 0, model.config.vocab):
         problems.append(
             "logprobs must be True, False or a number of tokens up to the vocabulary; "
-            f"got {logprobs!r}"
+            f"got {shown(logprobs)}"
         )
     for name in ("slots", "trip"):
         if not is_whole(given.get(name, 1), 1, 256):
-            problems.append(f"{name} must be a whole number in 1..256, got {given[name]!r}")
+            problems.append(f"{name} must be a whole number in 1..256, got {shown(given[name])}")
     fewest = given.get("min_new_tokens", 0)
-    if not is_whole(fewest, 0) or (is_whole(new, 1) and fewest > new):
-        problems.append(f"min_new_tokens must lie in 0..max_new_tokens, got {fewest!r}")
+    if not is_whole(fewest, 0, LARGEST) or (is_whole(new, 1) and fewest > new):
+        problems.append(f"min_new_tokens must lie in 0..max_new_tokens, got {shown(fewest)}")
     bias = _bias(model, given.get("logit_bias"), problems)
     sampling = _sampling(sampling, given, problems)
     seeds = _seeds(seed, count, problems)
@@ -212,7 +172,7 @@ def _options(model: "Model", count: int, sampling: Any, seed: Any, **given: Any)
     top = 0 if isinstance(logprobs, bool) else int(logprobs)
     return Options(
         sampling, int(new), seeds, stops, stop_ids, bool(logprobs), top, bias, int(fewest),
-        given.get("slots", SLOTS), given.get("trip", TRIP),
+        int(given.get("slots", SLOTS)), int(given.get("trip", TRIP)),
     )  # fmt: skip
 
 
@@ -221,46 +181,50 @@ def _bias(model: "Model", bias: Any, problems: list[str]) -> tuple[tuple[int, fl
     if bias is None:
         return ()
     if not isinstance(bias, Mapping):
-        problems.append(f"logit_bias must map token ids to numbers, got {bias!r}")
+        problems.append(f"logit_bias must map token ids to numbers, got {shown(bias)}")
         return ()
     bad = [
         (token, value)
         for token, value in bias.items()
         if not (_is_id(model, token) and is_number(value) and value < float("inf"))
     ]
-    problems += [f"logit_bias: {token!r}: {value!r} is no id and number" for token, value in bad]
+    problems += [
+        f"logit_bias: {shown(token)}: {shown(value)} is not an id and a number"
+        for token, value in bad
+    ]
     return () if bad else tuple(sorted((int(t), float(v)) for t, v in bias.items()))
 
 
 def _sampling(sampling: Any, given: dict[str, Any], problems: list[str]) -> Sample:
-    own = {name: given[name] for name in ("temperature", "top_p", "top_k")}
+    own = {name: given[name] for name in PLAIN}
     if sampling is None:
-        try:
-            return Sample(**own)
-        except PromptError as error:
-            problems.append(str(error))
+        wrong = sampling_problems(**own)
+        problems += wrong
+        if not wrong:
+            return Sample(float(own["temperature"]), int(own["top_k"]), float(own["top_p"]))
     elif not isinstance(sampling, Sample):
-        problems.append(f"sampling must be Greedy() or Sample(...), got {sampling!r}")
-    elif own != {"temperature": 0.0, "top_p": 1.0, "top_k": 0}:
+        problems.append(f"sampling must be Greedy() or Sample(...), got {shown(sampling)}")
+    elif any(own[name] is not default and own[name] != default for name, default in PLAIN.items()):
         problems.append("sampling= excludes temperature, top_p and top_k")
     return sampling if isinstance(sampling, Sample) else Sample()
 
 
 def _seeds(seed: Any, count: int, problems: list[str]) -> tuple[int, ...]:
-    seeds = list(seed) if isinstance(seed, Sequence | np.ndarray) else [seed] * count
-    if len(seeds) != count or not all(is_whole(s, 0, 2**31 - 1) for s in seeds):
+    items = _items(seed)
+    seeds = [seed] * count if items is None else items
+    if len(seeds) != count or not all(is_whole(s, 0, LARGEST) for s in seeds):
         problems.append(
             f"seed must be a whole number in 0..2^31-1, or one for each of the {count} prompts; "
-            f"got {seed!r}"
+            f"got {shown(seed)}"
         )
         return ()
     return tuple(map(int, seeds))
 
 
 def _stops(model: "Model", stop: Any, problems: list[str]) -> tuple[str, ...]:
-    stops = [] if stop is None else [stop] if isinstance(stop, str) else stop
-    if not isinstance(stops, Sequence) or not all(isinstance(one, str) for one in stops):
-        problems.append(f"stop must be a string or a list of strings, got {stop!r}")
+    stops = [] if stop is None else [stop] if isinstance(stop, str) else _items(stop)
+    if stops is None or not all(isinstance(text, str) for text in stops):
+        problems.append(f"stop must be a string or a list of strings, got {shown(stop)}")
         return ()
     if stops and model.tokenizer is None:
         problems.append("stop strings need a tokenizer, and this folder has none: use stop_tokens")
@@ -270,13 +234,22 @@ def _stops(model: "Model", stop: Any, problems: list[str]) -> tuple[str, ...]:
 
 
 def _stop_ids(model: "Model", stop_tokens: Any, problems: list[str]) -> frozenset[int]:
-    ids = model.config.eos if stop_tokens is None else stop_tokens
-    if not isinstance(ids, Sequence | set | frozenset | np.ndarray) or isinstance(ids, str | bytes):
-        problems.append(f"stop_tokens must be a list of token ids, got {stop_tokens!r}")
+    wanted = model.config.eos if stop_tokens is None else stop_tokens
+    ids = list(wanted) if isinstance(wanted, set | frozenset) else _items(wanted)
+    if ids is None:
+        problems.append(f"stop_tokens must be a list of token ids, got {shown(stop_tokens)}")
         return frozenset()
     bad = [i for i in ids if not _is_id(model, i)]
-    problems += [f"stop_tokens: {i!r} is not a token id" for i in bad]
+    problems += [f"stop_tokens: {shown(i)} is not a token id" for i in bad]
     return frozenset() if bad else frozenset(map(int, ids))
+
+
+def _items(value: Any) -> list | None:
+    """The items of a list or an array; None for text and for all that has no items in order."""
+    if isinstance(value, np.ndarray):
+        return list(value) if value.ndim else None
+    is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    return list(value) if is_list else None
 
 
 def _is_id(model: "Model", token: Any) -> bool:
@@ -289,44 +262,50 @@ def _encoded(
     """Every prompt as ids, behind what it continues, or one error that names each prompt that
     cannot run.
     """
-    encoded, problems = [], []
-    for i, prompt in enumerate(prompts):
-        if isinstance(prompt, str):
-            if model.tokenizer is None:
-                problems.append(
-                    f"prompt {i} is text, and this folder has no tokenizer: give token ids"
-                )
-                continue
-            ids = model.tokenizer.encode(prompt)
-        elif isinstance(prompt, bytes) or not isinstance(prompt, Sequence | np.ndarray):
-            problems.append(f"prompt {i} must be text or token ids, got {prompt!r:.60}")
-            continue
-        else:
-            ids = list(prompt)
-        bad = [t for t in ids if not _is_id(model, t)]
-        if bad:
-            problems.append(
-                f"prompt {i}: {bad[0]!r} is no token id "
-                f"below the vocabulary of {model.config.vocab}"
-            )
-        elif not ids and not before:
-            problems.append(f"prompt {i} is empty")
-        encoded.append([*before, *ids])
+    problems: list[str] = []
+    bad = [token for token in before if not _is_id(model, token)]
+    if bad:
+        problems.append(f"the session's tokens hold {shown(bad[0])}, which is not a token id")
+    encoded = [_ids(model, i, prompt, not before, problems) for i, prompt in enumerate(prompts)]
     if problems:
         raise PromptError("\n".join(problems))
-    return encoded
+    return [[*map(int, before), *ids] for ids in encoded]
+
+
+def _ids(model: "Model", i: int, prompt: Any, begins: bool, problems: list[str]) -> list[int]:
+    """One prompt as ids, which may be none unless it begins its text."""
+    if isinstance(prompt, str):
+        if model.tokenizer is None:
+            problems.append(f"prompt {i} is text, and this folder has no tokenizer: give token ids")
+            return []
+        ids = model.tokenizer.encode(prompt)
+    else:
+        ids = _items(prompt)
+    if ids is None:
+        problems.append(f"prompt {i} must be text or token ids, got {shown(prompt)}")
+        return []
+    bad = [token for token in ids if not _is_id(model, token)]
+    if bad:
+        problems.append(
+            f"prompt {i}: {shown(bad[0])} is not a token id below the vocabulary of "
+            f"{model.config.vocab}"
+        )
+    elif not ids and begins:
+        problems.append(f"prompt {i} is empty")
+    return [] if bad else [int(token) for token in ids]
 
 
 def _as_list(prompts: Any) -> list:
     """The prompts one by one; a lone string or a flat list of ids is one prompt."""
     if isinstance(prompts, str):
         return [prompts]
-    if not isinstance(prompts, Sequence | np.ndarray):
-        raise PromptError(f"prompts must be strings or lists of token ids, got {prompts!r}")
-    flat = [not isinstance(one, str | Sequence | np.ndarray) for one in prompts]
+    items = _items(prompts)
+    if items is None:
+        raise PromptError(f"prompts must be strings or lists of token ids, got {shown(prompts)}")
+    flat = [not isinstance(item, str | Sequence | np.ndarray) for item in items]
     if any(flat) and not all(flat):
         raise PromptError("prompts mix token ids with whole prompts: give [[ids], [ids], ...]")
-    return [prompts] if any(flat) else list(prompts)
+    return [items] if any(flat) else items
 
 
 def generate(
@@ -372,7 +351,7 @@ def generate(
         stop=stop, stop_tokens=stop_tokens, logprobs=logprobs, logit_bias=logit_bias,
         min_new_tokens=min_new_tokens, slots=slots, trip=trip,
     )  # fmt: skip
-    if session:
+    if session and not requests[0].error:
         session.end_turn()
     total = sum(len(one.ids) + one.limit for one in requests)
     log = _say if verbose else None
@@ -414,15 +393,33 @@ def stream(
     Options as there. A prompt over the context raises PromptError, a model whose logits cannot be
     used (NaN) FloatingPointError.
     """
-    (request,), options = _prepared(
-        model, lambda: [prompt], prefix_cache, session, sampling, seed,
+    return start(
+        model, prompt, prefix_cache, session, sampling, seed,
         max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k,
         stop=stop, stop_tokens=stop_tokens, logprobs=logprobs, logit_bias=logit_bias,
         min_new_tokens=min_new_tokens, trip=trip,
     )  # fmt: skip
+
+
+def start(
+    model: "Model",
+    prompt: Prompt,
+    cache: PrefixCache | None,
+    session: Session | None,
+    sampling: Sample | None,
+    seed: int,
+    whole: bool = False,
+    **given: Any,
+) -> Iterator[Event]:
+    """`stream`; with `whole` the prompt is all of the session's conversation and not its new part.
+    A session stays as it is where anything is refused.
+    """
+    (request,), options = _prepared(
+        model, lambda: [prompt], cache, session, sampling, seed, whole=whole, **given
+    )
     if request.error:
         raise PromptError(request.error)
-    events = _events(model, request, options, prefix_cache, session)
+    events = _events(model, request, options, cache, session)
     if session:
         session.end_turn(follow=events)
     return events
@@ -435,21 +432,18 @@ def _events(
     cache: PrefixCache | None,
     session: Session | None,
 ) -> Iterator[Event]:
-    before = session.tokens if session else []
-    if session:
-        session.tokens = list(request.ids)
     sent = 0
     with contextlib.closing(run(model, [request], options, None, cache, session)) as trips:
         for _ in trips:
             if request.error:
-                if session:
-                    session.tokens = before
                 raise FloatingPointError(request.error)
             while sent < len(request.tokens):
                 sent += 1
                 if session:
-                    session.tokens.append(request.tokens[sent - 1])
+                    session.tokens = [*request.ids, *request.tokens[:sent]]
                 yield _event(request, options, sent)
+    if session:
+        session.tokens = [*request.ids, *request.tokens]
     if request.late or not request.tokens:
         rest = "".join(request.text[sent:])
         yield Event(rest, None, None, request.reason, request.usage(sent))
@@ -470,6 +464,7 @@ def _prepared(
     session: Any,
     sampling: Any,
     seed: Any,
+    whole: bool = False,
     **given: Any,
 ) -> tuple[list[Request], Options]:
     """The requests and the options of a run, alike on all processes, or one error on all."""
@@ -481,12 +476,13 @@ def _prepared(
             ("prefix_cache", PrefixCache, cache), ("session", Session, session)
         ):  # fmt: skip
             if not isinstance(given_one, kind | None):
-                raise PromptError(f"{name} must be a {kind.__name__}, got {given_one!r:.60}")
+                raise PromptError(f"{name} must be a {kind.__name__}, got {shown(given_one)}")
             if given_one is not None:
                 given_one.refuse_other(model)
         if session and len(many) != 1:
             raise PromptError(f"a session continues one prompt, got {len(many)}")
-        return _encoded(model, many, session.tokens if session else ()), options
+        before = session.tokens if session and not whole else ()
+        return _encoded(model, many, before), options
 
     encoded, options = together("a prompt or an option", read)
     known = (cache and cache.stats, session and session.tokens)
@@ -503,7 +499,7 @@ def _requests(
             ids,
             min(options.max_new_tokens, max(0, limit - len(ids))),
             seed,
-            TextBuilder(model.tokenizer, options.stops),
+            TextBuilder(model.tokenizer, options.stops, options.fewest),
         )
         for ids, seed in zip(encoded, options.seeds, strict=True)
     ]

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..errors import PromptError
+from ..errors import PromptError, shown
 from ..numerics import is_whole
 from ..parallel.collectives import DATA
 from ..parallel.placement import to_device, to_host
@@ -70,7 +70,7 @@ class PrefixCache:
         if not is_whole(bytes, self._entry):
             raise ValueError(
                 f"bytes must be a whole number of at least {self._entry:,}, what {model.chunk} "
-                f"tokens leave on a device; got {bytes!r}"
+                f"tokens leave on a device; got {shown(bytes)}"
             )
         self._limit = int(bytes)
         self._refuse_what_exceeds()
@@ -177,7 +177,8 @@ class Session:
         limit = model.config.max_positions
         if max_length is not None and not is_whole(max_length, 2, limit):
             raise ValueError(
-                f"max_length must be a whole number of tokens in 2..{limit}, got {max_length!r}"
+                f"max_length must be a whole number of tokens in 2..{limit}, "
+                f"got {shown(max_length)}"
             )
         self.model = model
         self.max_length = max_length or limit
@@ -227,16 +228,16 @@ class Session:
         """The state for a prompt of such ids, with room for so many tokens, and how many of the
         ids it has seen. It is the engine's until `keep`.
         """
-        state, seen = self._state, self._seen
-        self._state, self._seen = None, []
+        state, marks, seen = self._state, self._marks, self._seen
         if state is None:
-            self._marks, seen = [], []
-            state = self.model.new_state(1, self._room(length))
+            state, marks, seen = self.model.new_state(1, self._room(length)), [], []
+        elif state.max_length < length:
+            state = self._grown(state, self._room(length))
+        # Nothing has changed so far: a state that the devices cannot hold was refused.
+        self._state, self._marks, self._seen = None, marks, []
         shared = _shared(seen, ids)
         if shared < len(seen):
             state, shared = self._return(state, shared)
-        if state.max_length < length:
-            state = self._grown(state, self._room(length))
         rows = NamedSharding(self.model.mesh, PartitionSpec(DATA))
         begins = np.zeros(len(state.length), np.int32)
         begins[0] = shared

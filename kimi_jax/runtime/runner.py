@@ -15,12 +15,13 @@ from jaxtyping import Array
 
 from ..checkpoint.reader import Checkpoint
 from ..config.config import Config
-from ..errors import RequestError
+from ..errors import RequestError, shown
 from ..generation import chat as conversation
 from ..generation import generate as generation
 from ..generation.sessions import Session
 from ..model.decoder import build, declare, slice_sizes
 from ..model.state import Forms, State
+from ..numerics import is_whole
 from ..parallel.collectives import DATA
 from ..parallel.placement import (
     Placement,
@@ -80,9 +81,11 @@ class Model:
     def logits(self, tokens: Ids, lengths: Ids | None = None) -> Array:
         """Logits [B, T, vocab] in at least float32 of right-padded prompts [B, T]; keeps no state.
 
-        Positions at and after a row's length hold no meaning.
+        Positions at and after a row's length are undefined. Raises `RequestError` for a row longer
+        than the model's context.
         """
         ids, lengths = self._checked(tokens, lengths)
+        self._refuse_over_context(lengths)
         B, T = ids.shape
         logits = self.program.jitted_logits(self.weights, *self._placed(ids, lengths))
         return logits[:B, :T]
@@ -91,7 +94,8 @@ class Model:
         """How each mixture weighs the bank and the running sum: [2 * layers + 1, bank rows + 1, T],
         x last, 0 if unused.
         """
-        ids, lengths = self._checked([list(tokens)], None)
+        ids, lengths = self._checked([tokens], None)
+        self._refuse_over_context(lengths)
         T = ids.shape[1]
         rows = self.program.jitted_mixtures(self.weights, *self._placed(ids, lengths))
         whole = np.zeros((len(rows), self.config.bank_rows + 1, T))
@@ -104,8 +108,10 @@ class Model:
         together.
         """
         for name, value in (("batch", batch), ("max_length", max_length)):
-            if not isinstance(value, int | np.integer) or value < 1:
-                raise RequestError(f"{name} must be a positive whole number, got {value!r}")
+            if not is_whole(value, 1, 2**31 - 1):
+                raise RequestError(
+                    f"{name} must be a positive whole number below 2^31, got {shown(value)}"
+                )
         if max_length > self.config.max_positions:
             raise RequestError(
                 f"max_length {max_length} is over the model's context of "
@@ -131,10 +137,10 @@ class Model:
         """One more token per row, tokens [B]: logits [B, vocab] after it, next state. The state is
         consumed.
         """
-        tokens = np.asarray(tokens)
-        if tokens.ndim != 1:
-            raise RequestError(f"decode takes one token per row, [B]; got shape {tokens.shape}")
-        return self.prefill(state, tokens[:, None])
+        ids = _array("tokens", tokens, "[B]")
+        if ids.ndim != 1:
+            raise RequestError(f"decode takes one token per row, [B]; got shape {ids.shape}")
+        return self.prefill(state, ids[:, None])
 
     def _advance(self, state: State, ids: np.ndarray, lengths: np.ndarray) -> tuple[Array, State]:
         """`prefill` of checked ids, a chunk at a time."""
@@ -165,16 +171,13 @@ class Model:
         """Tokens [B, T] and lengths [B] as int32, or one error that says what is wrong with
         them.
         """
-        try:
-            ids = np.asarray(tokens)
-        except ValueError as error:
-            raise RequestError("tokens must be [B, T]: pad rows to one length") from error
+        ids = _array("tokens", tokens, "[B, T]: pad rows to one length")
         if ids.ndim != 2 or 0 in ids.shape or ids.dtype.kind not in "iu":
             raise RequestError(
                 f"tokens must be whole numbers [B, T], none empty; got {ids.dtype} {ids.shape}"
             )
         B, T = ids.shape
-        lengths = np.full(B, T) if lengths is None else np.asarray(lengths)
+        lengths = np.full(B, T) if lengths is None else _array("lengths", lengths, "[B]")
         if (
             lengths.shape != (B,)
             or lengths.dtype.kind not in "iu"
@@ -182,7 +185,7 @@ class Model:
             or lengths.max() > T
         ):
             raise RequestError(
-                f"lengths must be {B} whole numbers from 0 to {T}; got {lengths.tolist()}"
+                f"lengths must be {B} whole numbers from 0 to {T}; got {shown(lengths.tolist())}"
             )
         bad = ((ids < 0) | (ids >= self.config.vocab)) & (np.arange(T) < lengths[:, None])
         if bad.any():
@@ -194,6 +197,15 @@ class Model:
         ids = np.where(np.arange(T) < lengths[:, None], ids, 0).astype(np.int32)
         agree("tokens and lengths", ids, lengths)
         return ids, lengths.astype(np.int32)
+
+    def _refuse_over_context(self, lengths: np.ndarray) -> None:
+        limit = self.config.max_positions
+        over = np.flatnonzero(lengths > limit)
+        if over.size:
+            raise RequestError(
+                f"row {over[0]} has {lengths[over[0]]} tokens: more than the model's context of "
+                f"{limit}"
+            )
 
     def _fits(self, state: State, lengths: np.ndarray) -> None:
         self._is_own(state)
@@ -244,10 +256,18 @@ class Model:
         return Session(self, max_length)
 
 
+def _array(name: str, value: Any, shape: str) -> np.ndarray:
+    """An array of what is given, or a `RequestError` that says which shape it must have."""
+    try:
+        return np.asarray(value)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise RequestError(f"{name} must be {shape}; got {shown(value)}") from error
+
+
 def refuse_what_is_no_state(state: Any) -> None:
     """Raise `RequestError` for what no step has left."""
     if not isinstance(state, State) or state.home is None:
-        raise RequestError(f"a state comes from new_state or a step, got {state!r:.60}")
+        raise RequestError(f"a state comes from new_state or a step, got {shown(state)}")
     if state.length.is_deleted():
         raise RequestError("this state was consumed by a step: go on with the one it returned")
 
@@ -274,8 +294,8 @@ def load(
     memory cannot hold, with the plan of what each would hold. Each process reads the slices of its
     own devices, once.
     """
-    if chunk is not None and (not isinstance(chunk, int) or chunk < 1):
-        raise ValueError(f"chunk must be a positive whole number of tokens, got {chunk!r}")
+    if chunk is not None and not is_whole(chunk, 1, 2**31 - 1):
+        raise ValueError(f"chunk must be a positive whole number of tokens, got {shown(chunk)}")
     chunk = chunk or (256 if jax.default_backend() == "cpu" else 4096)
     mesh, placement = mesh_and_placement(mesh, placement)
     placement = placement.within(chunk)

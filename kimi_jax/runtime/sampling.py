@@ -1,13 +1,15 @@
 """Which token comes next: strategies, and how they choose on the device."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key
+from jax.extend.random import threefry_2x32
+from jaxtyping import Array, Bool, Float, Int
 
-from ..errors import PromptError
+from ..errors import PromptError, shown
 from ..numerics import is_number, is_whole
 
 
@@ -27,19 +29,26 @@ class Sample:
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        problems = []
-        if not (is_number(self.temperature) and 0 <= self.temperature < np.inf):
-            problems.append(f"temperature must be a finite number >= 0, got {self.temperature!r}")
-        if not is_whole(self.top_k, 0):
-            problems.append(f"top_k must be a whole number >= 0 (0: all), got {self.top_k!r}")
-        for name in ("top_p", "min_p"):
-            if not (is_number(getattr(self, name)) and 0 <= getattr(self, name) <= 1):
-                problems.append(f"{name} must lie in 0..1, got {getattr(self, name)!r}")
-        p = self.repetition_penalty
-        if not (is_number(p) and np.finfo(np.float32).tiny <= p < np.inf):
-            problems.append(f"repetition_penalty must be a finite number > 0, got {p!r}")
-        if problems:
+        if problems := sampling_problems(**dataclasses.asdict(self)):
             raise PromptError("\n".join(problems))
+
+
+def sampling_problems(
+    temperature: Any, top_k: Any, top_p: Any, min_p: Any = 0.0, repetition_penalty: Any = 1.0
+) -> list[str]:
+    """What is wrong with the fields of a `Sample`."""
+    problems = []
+    if not (is_number(temperature) and 0 <= temperature < np.inf):
+        problems.append(f"temperature must be a finite number >= 0, got {shown(temperature)}")
+    if not is_whole(top_k, 0, 2**31 - 1):
+        problems.append(f"top_k must be a whole number in 0..2^31-1 (0: all), got {shown(top_k)}")
+    for name, share in (("top_p", top_p), ("min_p", min_p)):
+        if not (is_number(share) and 0 <= share <= 1):
+            problems.append(f"{name} must lie in 0..1, got {shown(share)}")
+    p = repetition_penalty
+    if not (is_number(p) and np.finfo(np.float32).tiny <= p < np.inf):
+        problems.append(f"repetition_penalty must be a finite number > 0, got {shown(p)}")
+    return problems
 
 
 def Greedy() -> Sample:
@@ -151,8 +160,7 @@ def sample(
         cuts = rows.settings[:, :4]
         may = jax.vmap(allowed)(bent, *cuts.T)
         warm = jnp.where(cuts[:, :1] > 0, cuts[:, :1], 1)
-        keys = step_keys(rows.seeds, rows.counts)
-        noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32))(keys)
+        noise = gumbel_noise(rows.seeds, rows.counts, logits.shape[1])
         drawn = jnp.argmax(
             jnp.where(may, (bent - bent.max(-1, keepdims=True)) / warm + noise, -jnp.inf), -1
         )
@@ -163,10 +171,25 @@ def sample(
     return ids.astype(jnp.int32), usable, chosen, best_ids.astype(jnp.int32), best
 
 
-def step_keys(seeds: Int[Array, " B"], counts: Int[Array, " B"]) -> Key[Array, " B"]:
-    """A key per row from its own seed and its own count of tokens: its place in a batch does not
-    matter.
+def gumbel_noise(
+    seeds: Int[Array, " B"], counts: Int[Array, " B"], vocab: int
+) -> Float[Array, "B Z"]:
+    """Standard Gumbel noise of each row, from its own seed and its own count of tokens alone.
+
+    Equals `jax.random.gumbel` for the key of the seed with the count folded in, under JAX's default
+    settings. It is written out because those settings are the caller's: under another generator
+    (`jax_default_prng_impl`) a row of a batch would depend on its neighbours.
     """
-    return jax.vmap(lambda seed, count: jax.random.fold_in(jax.random.key(seed), count))(
-        seeds, counts
-    )
+
+    def of_row(seed: Array, count: Array) -> Array:
+        pair = lambda low: jnp.stack([jnp.uint32(0), low.astype(jnp.uint32)])  # noqa: E731
+        key = threefry_2x32(pair(seed), pair(count))
+        counters = jnp.concatenate(
+            [jnp.zeros(vocab, jnp.uint32), jnp.arange(vocab, dtype="uint32")]
+        )
+        high, low = jnp.split(threefry_2x32(key, counters), 2)
+        bits = ((high ^ low) >> np.uint32(9)) | np.uint32(0x3F800000)  # the mantissa of 1 to 2
+        uniform = jax.lax.bitcast_convert_type(bits, jnp.float32) - np.float32(1)
+        return -jnp.log(-jnp.log(jnp.maximum(uniform, np.finfo(np.float32).tiny)))
+
+    return jax.vmap(of_row)(seeds, counts)

@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jaxtyping import TypeCheckError
 from models import MESHED, write
 
 import kimi_jax as kj
 from kimi_jax.cli.options import SHIPPED
+from kimi_jax.generation import chat as conversation
 from kimi_jax.generation import engine
+from kimi_jax.generation import generate as g
 from kimi_jax.generation import sessions as reuse
 from kimi_jax.parallel.helix import Stripes
 
@@ -389,6 +392,119 @@ def test_sessions_refuse_by_name(one):
             one.session(length)
 
 
+@pytest.fixture(scope="module")
+def shipped():
+    return kj.load(SHIPPED)
+
+
+def begun(model):
+    """A session in the middle of a stream, all that it holds, and its stream."""
+    session = model.session()
+    session.generate([1, 2, 3], max_new_tokens=2, stop_tokens=[])
+    stream = session.stream([4], max_new_tokens=9, stop_tokens=[], temperature=1.0)
+    next(stream)
+    return session, {**vars(session), "tokens": list(session.tokens)}, stream
+
+
+USER = [{"role": "user", "content": "Alice"}]
+
+
+def test_what_is_refused_leaves_a_session_as_it_was(shipped):
+    """The stream that runs among it."""
+    session, before, stream = begun(shipped)
+    other = dataclasses.replace(shipped, weights=dict(shipped.weights))
+    long = [1] * shipped.config.max_positions
+    for refused in (
+        lambda: session.chat(USER, max_new_tokens=0),
+        lambda: session.chat(USER, stream=True, max_new_tokens=0),
+        lambda: session.chat([]),
+        lambda: session.chat(USER, stop=""),
+        lambda: session.chat([{"role": "user", "content": "a " * len(long)}]),
+        lambda: session.generate([1], max_new_tokens=0),
+        lambda: session.generate([10**9]),
+        lambda: session.stream([1], temperature=-1.0),
+        lambda: session.stream(long),
+        lambda: other.chat(USER, session=session),
+        lambda: other.generate([1], session=session),
+        lambda: other.stream([1], session=session),
+        lambda: shipped.generate([[1], [2]], session=session),
+    ):
+        with pytest.raises((kj.PromptError, kj.ChatError)):
+            refused()
+        assert vars(session) == before
+    assert session.generate(long).finish_reason == "error"
+    assert vars(session) == before
+    for call in (conversation.chat, g.generate, g.stream):
+        prompt = USER if call is conversation.chat else [1]
+        with pytest.raises((kj.PromptError, TypeCheckError), match="session"):
+            call(shipped, prompt, session="x")
+    assert next(stream).token is not None
+
+
+def test_a_state_that_the_devices_cannot_hold_leaves_a_session_as_it_was(one, monkeypatch):
+    session = one.session()
+    session.generate(ids(9), **EVERY)
+    before = {**vars(session), "tokens": list(session.tokens)}
+
+    def refuse(self, *sizes):
+        raise kj.PlacementError("too large")
+
+    longer = ids(60, 1)
+    monkeypatch.setattr(reuse, "ROOM", 16)
+    session._state = dataclasses.replace(session._state, max_length=16)
+    before["_state"] = session._state
+    with monkeypatch.context() as patch:
+        patch.setattr(type(one.program), "refuse_what_exceeds", refuse)
+        for call in (session.generate, lambda *a, **o: next(session.stream(*a, **o))):
+            with pytest.raises(kj.PlacementError):
+                call(longer, max_new_tokens=2)
+            assert {**vars(session), "_turn": None} == before
+
+
+def test_tokens_of_a_session_that_are_no_ids_are_refused(one):
+    session = one.session()
+    session.tokens = [3, MESHED.vocab]
+    with pytest.raises(kj.PromptError, match="session's tokens hold 80"):
+        session.generate([1])
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_reply_ends_at_its_first_stop_string_on_every_way(shipped, seed):
+    """Stop strings cut out of what the model writes: generate, stream, sessions and chat alike."""
+    rng = np.random.default_rng(seed)
+    options = dict(max_new_tokens=40, stop_tokens=[], temperature=1.0, seed=seed)
+    prompt = "Alice was beginning to"
+    text = shipped.generate(prompt, **options)[0].text
+    answer = shipped.chat(USER, thinking=False, **options | dict(stop_tokens=None))
+    for count in (1, 3):
+        for whole in (text, answer.text):
+            places = [int(rng.integers(0, max(1, len(whole) - 3))) for _ in range(count)]
+            stops = [whole[at : at + int(rng.integers(1, 8))] for at in places] + ["\0"]
+            ends = sorted((whole.find(stop) + len(stop), whole.find(stop)) for stop in stops[:-1])
+            if whole is text:
+                (reply,) = shipped.generate(prompt, stop=stops, **options)
+                events = list(shipped.stream(prompt, stop=stops, trip=3, **options))
+                turn = shipped.session().generate(prompt, stop=stops, **options)
+                assert reply.text == turn.text == "".join(event.text for event in events)
+                assert reply.finish_reason == events[-1].finish_reason == "stop"
+            else:
+                reply = shipped.chat(
+                    USER, thinking=False, stop=stops, **options | dict(stop_tokens=None)
+                )
+            assert reply.text == whole[: ends[0][1]]
+
+
+def test_stop_strings_wait_for_min_new_tokens_on_every_way(shipped):
+    options = dict(max_new_tokens=40, min_new_tokens=25, stop=["e", " "], stop_tokens=[])
+    (reply,) = shipped.generate("Alice was", **options)
+    stream = [event for event in shipped.stream("Alice was", **options) if event.token is not None]
+    turn = shipped.session().generate("Alice was", **options)
+    answer = shipped.chat(USER, thinking=False, temperature=0.0, **options)
+    assert len(reply.tokens) == len(stream) == len(turn.tokens) >= 25
+    assert reply.finish_reason == "stop" and "e" in reply.text
+    assert len(answer.tokens) >= 25
+
+
 def test_a_session_begins_with_a_prefix_of_others(one):
     cache, long = cache_of(one, 9), ids(40)
     one.generate([long], prefix_cache=cache, **EVERY)
@@ -407,9 +523,9 @@ def test_a_session_leaves_no_prefix_that_a_cold_run_would_not(one):
     same(one.generate([whole], prefix_cache=cache, **EVERY)[0], cold(one, whole))
 
 
-def test_a_chat_of_a_session_equals_one_without():
+def test_a_chat_of_a_session_equals_one_without(shipped):
     """Turn by turn, the whole conversation given; what is written as it was made is known."""
-    model = kj.load(SHIPPED)
+    model = shipped
     session, messages, before = model.session(max_length=256), [], 0
     for text in ("Alice", "and the Queen?", "why"):
         messages.append({"role": "user", "content": text})
