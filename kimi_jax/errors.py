@@ -5,12 +5,14 @@ has checked yet. Nothing has been computed, allocated or written when one of the
 """
 
 import os
+import reprlib
 from pathlib import Path
 from typing import Any
 
 _PRINTED = 40  # problems an error prints
 _LINE = 2_000  # characters of a line that an error prints
 _VALUE = 120  # characters of a value that a message quotes
+_NAME = 400  # characters of a name that a message quotes
 
 
 class InputError(ValueError):
@@ -94,12 +96,38 @@ def printable(text: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """`repr` of a value for a message: escaped and at most 120 characters long."""
-    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 400:
-        return f"a whole number of {value.bit_length():,} bits"  # Python refuses to print it
-    if isinstance(value, str):
-        value = shortened(value, _VALUE)
-    return shortened(_escaped(repr(value)), _VALUE)
+    """`repr` of a value for a message: escaped and at most 120 characters long, whatever it holds
+    and however deep it is.
+    """
+    return shortened(_escaped(_QUOTED.repr(value)), _VALUE)
+
+
+def label(name: Any) -> str:
+    """The name of a key, a tensor or a file for a message: on one line, escaped, and shortened
+    where it is long.
+    """
+    return shortened(_escaped(str(name)), _NAME)
+
+
+class _Quoted(reprlib.Repr):
+    """`repr` that looks at the first items of a collection alone and never fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxother = 4, 10_000
+        self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = self.maxdict = 30
+
+    def repr_str(self, x: str, level: int) -> str:
+        """A text, its middle left out where it is long."""
+        return repr(shortened(x, _VALUE))
+
+    def repr_int(self, x: int, level: int) -> str:
+        """A whole number; of one that Python refuses to print, its size."""
+        bits = x.bit_length()
+        return repr(x) if bits <= 400 else f"a whole number of {bits:,} bits"
+
+
+_QUOTED = _Quoted()
 
 
 def shortened(text: str, limit: int) -> str:
