@@ -1,8 +1,18 @@
-"""Checks of numbers that users give."""
+"""Numbers: the type that sums are made in, and checks of numbers that users give."""
 
 from typing import Any
 
 import numpy as np
+
+
+def at_least_float32(dtype: Any) -> np.dtype:
+    """The accumulation type of a float type: float32, or float64 for float64."""
+    return np.promote_types(dtype, np.float32)
+
+
+def widen(x: Any) -> Any:
+    """A float array, of JAX or numpy, in its accumulation type."""
+    return x.astype(at_least_float32(x.dtype))
 
 
 def is_whole(value: Any, low: int, high: int | None = None) -> bool:

@@ -32,7 +32,9 @@ jax.config.update(
     "jax_enable_x64", True
 )  # float64 is the yardstick; every index is pinned to int32 all the same
 jax.config.update("jax_num_cpu_devices", 8)
-jax.config.update("jax_numpy_rank_promotion", "allow")
+# Shapes are broadcast and types are promoted where the code says so, never by accident.
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update(
     "jax_compilation_cache_dir",
     os.environ.get("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".jax_cache")),

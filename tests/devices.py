@@ -70,9 +70,9 @@ def stand_in(
     )
     fits = (sizes == recv_sizes) & (sizes >= 0) & (begins >= 0) & (landings >= 0)
     fits &= (begins + sizes <= operand.shape[0]) & (landings + sizes <= output.shape[0])
-    offsets = jnp.arange(output.shape[0]) - landings[:, None]
+    offsets = jnp.arange(output.shape[0], dtype=jnp.int32)[None] - landings[:, None]
     hit = (offsets >= 0) & (offsets < sizes[:, None])
-    one, landed = hit.argmax(0), hit.any(0)
+    one, landed = hit.argmax(0).astype(jnp.int32), hit.any(0)
     row = begins[one] + jnp.take_along_axis(offsets, one[None], 0)[0]
     rows = every(operand)[one // each, jnp.where(landed, row, 0)]
     result = jnp.where(landed.reshape(-1, *[1] * (rows.ndim - 1)), rows, output)

@@ -19,6 +19,7 @@ from kimi_jax.model.layers import Expert
 from kimi_jax.model.mla import MLA
 from kimi_jax.model.moe import Experts
 from kimi_jax.model.state import Forms, KDAState, MLAState, Step, cache_dtype
+from kimi_jax.numerics import at_least_float32
 from kimi_jax.parallel.placement import make_mesh
 
 # Norms, convolution, SiTU
@@ -358,7 +359,7 @@ def fresh_kda(config, B, dtype, fill=0.0) -> KDAState:
     H, K, V = config.kda_heads, config.kda_key_dim, config.kda_value_dim
     full = lambda *shape: np.full((1, B, *shape), fill, jnp.dtype(dtype))  # noqa: E731
     window = lambda size: full(config.conv_width - 1, H * size)  # noqa: E731
-    memory = full(H, K, V).astype(jnp.promote_types(dtype, jnp.float32))
+    memory = full(H, K, V).astype(at_least_float32(dtype))
     return KDAState(memory, window(K), window(K), window(V))
 
 

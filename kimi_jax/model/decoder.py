@@ -16,11 +16,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ..config.config import Config
+from ..numerics import at_least_float32
 from ..parallel import collectives
 from ..parallel.placement import Placement, Sizes, mesh_sizes
 from ..parallel.reductions import SUM
 from .kda import KDA
-from .layers import MLP, Expert, at_least_float32, linear_wide, rms_norm, weight
+from .layers import MLP, Expert, linear_wide, rms_norm, weight
 from .mla import MLA
 from .moe import MoE
 from .residual import Mix, push

@@ -13,10 +13,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from ..config.config import Config
+from ..numerics import at_least_float32
 from ..parallel import collectives
 from ..parallel.collectives import MODEL, Axis, of_bits, to_bits
 from ..parallel.reductions import SUM, traffic
-from .layers import HIGHEST, at_least_float32, layer_norm, linear, linear_wide, weight
+from .layers import HIGHEST, layer_norm, linear, linear_wide, weight
 from .state import Step, read_block
 
 DIGIT_BITS = 8  # of the search by histograms
@@ -63,7 +64,7 @@ def select_mask(scores: Float[Array, "B T S"], keep: int) -> Bool[Array, "B T S"
     """`select_sorted` without the sorts: all that ranks no lower than the last of `candidates`."""
     best, positions = candidates(scores, keep)
     last, at = best[..., -1:], positions[..., -1:]
-    slots = jnp.arange(scores.shape[-1], dtype=jnp.int32)
+    slots = jnp.arange(scores.shape[-1], dtype=jnp.int32)[None, None]
     return ((scores > last) | ((scores == last) & (slots <= at))) & (scores > -jnp.inf)
 
 
@@ -159,7 +160,7 @@ def _histogram(digit: Int[Array, "B T u"], counted: Bool[Array, "B T u"]) -> Int
     B, T, _ = digit.shape
     b, t = jnp.arange(B, dtype=jnp.int32), jnp.arange(T, dtype=jnp.int32)
     zeros = jnp.zeros((B, T, 2**DIGIT_BITS), jnp.int32)
-    return zeros.at[b[:, None, None], t[:, None], digit].add(counted.astype(jnp.int32))
+    return zeros.at[b[:, None, None], t[None, :, None], digit].add(counted.astype(jnp.int32))
 
 
 def _digit_of(
@@ -223,7 +224,7 @@ def score_cache(
     def one(i: Array, scores: Array) -> Array:
         first = jnp.minimum(i * block, S - block)
         keys, held = read_block(cache, first, block, q.dtype, step)
-        seen = jnp.where(held <= positions[..., None], score(q, w, keys), -jnp.inf)
+        seen = jnp.where(held[None, None] <= positions[..., None], score(q, w, keys), -jnp.inf)
         return jax.lax.dynamic_update_slice_in_dim(scores, seen, first, 2)
 
     blocks = (step.held + block - 1) // block

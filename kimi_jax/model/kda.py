@@ -18,7 +18,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from ..config.config import Config
-from .layers import HIGHEST, at_least_float32, linear, linear_wide, weight, widen
+from ..numerics import at_least_float32, widen
+from .layers import HIGHEST, linear, linear_wide, weight, with_rank
 from .state import KDAState, Step
 
 BLOCK = 16
@@ -50,10 +51,11 @@ def log_decay(
     Bounded: lower_bound * sigmoid(exp(a_log) (raw + dt_bias)). Without a bound: -exp(a_log)
     softplus(raw + dt_bias), another function and not a clamp of it.
     """
-    rate = jnp.exp(a_log)[:, None]
+    rate = with_rank(jnp.exp(a_log)[:, None], raw.ndim)
+    shifted = raw + with_rank(dt_bias, raw.ndim)
     if lower_bound is None:
-        return -rate * jax.nn.softplus(raw + dt_bias)
-    return lower_bound * jax.nn.sigmoid(rate * (raw + dt_bias))
+        return -rate * jax.nn.softplus(shifted)
+    return lower_bound * jax.nn.sigmoid(rate * shifted)
 
 
 def convolve(
@@ -70,8 +72,8 @@ def convolve(
     """
     W, T = taps.shape[1], x.shape[1]
     joined = jnp.concatenate([window.astype(x.dtype), x], axis=1)
-    summed = sum(widen(joined[:, i : i + T]) * taps[:, i] for i in range(W))
-    kept = lengths[:, None] + jnp.arange(W - 1, dtype=jnp.int32)
+    summed = sum(widen(joined[:, i : i + T]) * taps[None, None, :, i] for i in range(W))
+    kept = lengths[:, None] + jnp.arange(W - 1, dtype=jnp.int32)[None]
     window = jnp.take_along_axis(joined, kept[..., None], axis=1)
     return jax.nn.silu(summed).astype(x.dtype), window
 
@@ -138,10 +140,10 @@ def _decayed_rows(
     if -steepest * block / 2 <= SAFE:
         offset = decayed - decayed[..., block // 2 : block // 2 + 1, :]
         meeting = dot("nik,njk->nij", rows * jnp.exp(offset), columns * jnp.exp(-offset))
-        diagonal = jnp.where(lower, meeting, 0)
+        diagonal = jnp.where(lower[None], meeting, 0)
     else:
         gap = jnp.where(
-            lower[..., None], decayed[..., :, None, :] - decayed[..., None, :, :], -jnp.inf
+            lower[None, ..., None], decayed[..., :, None, :] - decayed[..., None, :, :], -jnp.inf
         )
         diagonal = jnp.sum(rows[..., :, None, :] * columns[..., None, :, :] * jnp.exp(gap), -1)
     parts = [diagonal]
@@ -332,7 +334,7 @@ class KDA(nnx.Module):
         once.
         """
         scale = jax.lax.rsqrt(jnp.mean(o * o, -1, keepdims=True) + self.config.norm_eps)
-        normed = o * scale * self.o_norm[...]
+        normed = o * scale * with_rank(self.o_norm[...], o.ndim)
         if self.config.full_rank_gate:
             gate = linear(x, self.w_gate[...])
         else:

@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from ..config.config import Config
+from ..numerics import at_least_float32, widen
 
 HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -30,14 +31,11 @@ def weight(
     return kind(shape, dims=tuple(dims), counts=counts, eager_sharding=False)
 
 
-def at_least_float32(dtype: DTypeLike) -> jnp.dtype:
-    """float32, or float64 where the model runs in float64."""
-    return jnp.promote_types(dtype, jnp.float32)
-
-
-def widen(x: Array) -> Array:
-    """x in at least float32."""
-    return x.astype(at_least_float32(x.dtype))
+def with_rank(x: Array, rank: int) -> Array:
+    """x with leading dims of size 1 up to `rank`: broadcasting as it is written, whatever
+    `jax_numpy_rank_promotion` says.
+    """
+    return jax.lax.expand_dims(x, range(rank - x.ndim))
 
 
 def linear(x: Float[Array, "*rows i"], w: Float[Array, "o i"]) -> Float[Array, "*rows o"]:
@@ -66,7 +64,7 @@ def rms_norm(
     """
     wide = widen(x)
     normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + eps)
-    return normed.astype(x.dtype) * w.astype(x.dtype)
+    return normed.astype(x.dtype) * with_rank(w.astype(x.dtype), x.ndim)
 
 
 def layer_norm(
@@ -76,7 +74,8 @@ def layer_norm(
     wide = widen(x)
     centred = wide - wide.mean(-1, keepdims=True)
     normed = centred * jax.lax.rsqrt(jnp.mean(centred * centred, -1, keepdims=True) + eps)
-    return (normed * w + bias).astype(x.dtype)
+    scaled = normed * with_rank(w.astype(normed.dtype), x.ndim)
+    return (scaled + with_rank(bias.astype(normed.dtype), x.ndim)).astype(x.dtype)
 
 
 def situ(gate: Float[Array, "*rows F"], up: Float[Array, "*rows F"], config: Config) -> Array:

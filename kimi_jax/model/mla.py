@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from ..config.config import Config
+from ..numerics import at_least_float32, widen
 from ..parallel import helix
 from ..parallel.helix import Partial
 from .indexer import (
@@ -27,7 +28,7 @@ from .indexer import (
     select_mask,
     select_sorted,
 )
-from .layers import HIGHEST, at_least_float32, linear, rms_norm, weight, widen
+from .layers import HIGHEST, linear, rms_norm, weight
 from .state import MLAState, Step, from_cache, read_block, write_rows
 
 KEY_BLOCK = 512
@@ -96,7 +97,7 @@ def attend_rows(
         first = jnp.minimum(i * block, slots - block)
         rows, held = read_block(cache, first, block, q.dtype, step)
         slot = first + jnp.arange(block, dtype=jnp.int32)
-        seen = (held <= positions[..., None]) & (slot >= i * block)
+        seen = (held[None, None] <= positions[..., None]) & (slot >= i * block)[None, None]
         scores = jnp.where(seen[:, None], dot("bthr,bsr->bhts", q, rows) * scale, -jnp.inf)
         new_top = jnp.maximum(top, scores.max(-1))
         safe = jnp.where(new_top == -jnp.inf, 0, new_top)
@@ -199,7 +200,7 @@ class MLA(nnx.Module):
     def _expanded(self, q: Array, x: Array, latent: Array, state: MLAState, step: Step) -> Array:
         S = state.latents.shape[2]
         latents, _ = read_block(state.latents, jnp.int32(0), S, q.dtype, step)
-        allowed = jnp.arange(S, dtype=jnp.int32) <= step.positions[..., None]
+        allowed = jnp.arange(S, dtype=jnp.int32)[None, None] <= step.positions[..., None]
         bias = 0.0
         if self.config.sparse and state.index_keys is not None:
             q_i, w_i = self.indexer.queries(x, latent)

@@ -14,21 +14,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, UInt
 
 from ..config.config import Config
+from ..numerics import at_least_float32, widen
 from ..parallel import collectives
 from ..parallel.collectives import of_bits, to_bits
 from ..parallel.reductions import SUM
 from . import mxfp4
-from .layers import (
-    MLP,
-    Expert,
-    at_least_float32,
-    linear,
-    linear_wide,
-    rms_norm,
-    situ,
-    weight,
-    widen,
-)
+from .layers import MLP, Expert, linear, linear_wide, rms_norm, situ, weight
 from .state import Step
 
 
@@ -54,7 +45,7 @@ def route(
     scores = (
         jax.nn.sigmoid(logits) if config.router == "sigmoid" else jax.nn.softmax(logits, axis=-1)
     )
-    choice = limit_groups(scores + bias, config.expert_groups, config.groups_kept)
+    choice = limit_groups(scores + bias[None], config.expert_groups, config.groups_kept)
     _, ids = jax.lax.top_k(choice, config.active_experts)
     weights = jnp.take_along_axis(scores, ids, axis=-1)
     if config.renormalize and config.active_experts > 1:
@@ -198,7 +189,7 @@ def owners(ids: Int[Array, "c A"], held: int, n: int) -> tuple[Array, Array]:
     the ranks that a row is sent to [c, n].
     """
     owner = jnp.where(ids >= 0, ids // held, -1)
-    return owner, jnp.any(owner[..., None] == jnp.arange(n, dtype=jnp.int32), axis=1)
+    return owner, jnp.any(owner[..., None] == jnp.arange(n, dtype=jnp.int32)[None, None], axis=1)
 
 
 def dispatched(
@@ -224,7 +215,7 @@ def dispatched(
     slot = jnp.cumsum(wanted, 0, dtype=jnp.int32) - 1
     own = jnp.arange(c, dtype=jnp.int32)[:, None]
     rows = jnp.full((n, c), c, jnp.int32)
-    rows = rows.at[numbers, jnp.where(wanted, slot, c)].set(own, mode="drop")
+    rows = rows.at[numbers[None], jnp.where(wanted, slot, c)].set(own, mode="drop")
     take = lambda x, fill: x.at[rows].get(mode="fill", fill_value=fill)  # noqa: E731
     theirs = take(owner, -1) == numbers[:, None, None]
     message = to_bits(

@@ -13,6 +13,8 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
+from ..numerics import at_least_float32
+
 GROUP = 32
 SCALE_BIAS = 127
 SCALE_MAX = 254
@@ -57,7 +59,7 @@ def pack(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         raise ValueError(f"the input width {weights.shape[-1]} is no multiple of {GROUP}")
     if not np.isfinite(weights).all():
         raise ValueError("weights to pack hold NaN or Inf")
-    wide = weights.astype(np.promote_types(weights.dtype, np.float32), copy=False)
+    wide = weights.astype(at_least_float32(weights.dtype), copy=False)
     groups = wide.reshape(*wide.shape[:-1], -1, GROUP)
     _, exponent = np.frexp(np.abs(groups).max(axis=-1))
     low = np.clip(exponent - 3 + SCALE_BIAS, 0, SCALE_MAX)
@@ -141,7 +143,7 @@ def matmul(
 
     They are taken as pairs: of slices with a stride, XLA's CUDA compiler of jaxlib 0.10.2 dies.
     """
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    wide = at_least_float32(x.dtype)
     low, high = decode(packed, scale, x.dtype)
     dot = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST, preferred_element_type=wide)
     pairs = x.reshape(len(x), -1, 2)

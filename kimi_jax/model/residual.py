@@ -9,7 +9,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ..config.config import Config
-from .layers import HIGHEST, weight, widen
+from ..numerics import widen
+from .layers import HIGHEST, weight
 
 
 def scores(

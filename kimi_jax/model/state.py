@@ -97,7 +97,7 @@ class Step:
         sizes: Sizes = ONE,
     ) -> "Step":
         """A call of at most T new tokens a row, on a mesh of such sizes."""
-        new = jnp.arange(T, dtype=jnp.int32)
+        new = jnp.arange(T, dtype=jnp.int32)[None]
         rows = len(start) * T
         return cls(
             start,
@@ -303,7 +303,7 @@ def read_block(
     start = (jnp.int32(step.group), jnp.int32(0), jnp.int32(first), jnp.int32(0))
     block = from_cache(jax.lax.dynamic_slice(cache, start, (1, B, size, R))[0], dtype)
     positions = step.positions_of(first + jnp.arange(size, dtype=jnp.int32))
-    written = positions < step.total[:, None]
+    written = positions[None] < step.total[:, None]
     return jnp.where(written[..., None], block, jnp.zeros((), dtype)), positions
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped, UInt
 
-from ..model.layers import widen
+from ..numerics import widen
 from .reductions import SUM, Reduction, deals_of
 
 MODEL = "model"
@@ -211,7 +211,7 @@ def exchange(
 def pack(blocks: Array, begins: Int[Array, " n"], sizes: Int[Array, " n"]) -> Array:
     """The first rows of each block [n, c, X], one block after the other without gaps: [n c, X]."""
     n, c, X = blocks.shape
-    slot = jnp.arange(c, dtype=jnp.int32)
+    slot = jnp.arange(c, dtype=jnp.int32)[None]
     places = jnp.where(slot < sizes[:, None], begins[:, None] + slot, n * c)
     return jnp.zeros((n * c, X), blocks.dtype).at[places].set(blocks, mode="drop")
 
@@ -219,7 +219,7 @@ def pack(blocks: Array, begins: Int[Array, " n"], sizes: Int[Array, " n"]) -> Ar
 def unpack(packed: Array, begins: Int[Array, " n"], sizes: Int[Array, " n"]) -> Array:
     """`pack` undone: blocks [n, c, X], zero beyond their sizes."""
     n = len(sizes)
-    slot = jnp.arange(packed.shape[0] // n, dtype=jnp.int32)
+    slot = jnp.arange(packed.shape[0] // n, dtype=jnp.int32)[None]
     real = slot < sizes[:, None]
     rows = packed[jnp.where(real, begins[:, None] + slot, 0)]
     return jnp.where(real[..., None], rows, jnp.zeros((), packed.dtype))

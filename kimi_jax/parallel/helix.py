@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from ..model.layers import at_least_float32, widen
+from ..numerics import at_least_float32, widen
 from .collectives import of_bits, to_bits, to_head_owners
 
 
@@ -86,7 +86,7 @@ def merge(parts: Partial) -> Float[Array, "B T H X"]:
     o = sum_i w_i o_i / sum_i w_i, w_i = mass_i exp(top_i - max top) (online softmax).
     """
     top = parts.top.max(0)
-    weights = parts.mass * jnp.exp(parts.top - jnp.where(top == -jnp.inf, 0, top))
+    weights = parts.mass * jnp.exp(parts.top - jnp.where(top == -jnp.inf, 0, top)[None])
     rows = jnp.where(weights[..., None] > 0, widen(parts.o) * weights[..., None], 0)
     return (rows.sum(0) / jnp.maximum(weights.sum(0), 1e-30)[..., None]).astype(parts.o.dtype)
 

@@ -26,7 +26,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
-from ..model.layers import at_least_float32
+from ..numerics import at_least_float32
 
 ALGORITHMS = ("sum", "two_shot", "ring_fp32", "ring_bf16")
 STEPS = ("prefill", "decode", "verify")

@@ -88,7 +88,7 @@ class Rows:
     def after(self, ids: Int[Array, " B"], usable: Bool[Array, " B"]) -> "Rows":
         """What is left to do once these tokens were chosen."""
         stopped = jnp.any(ids[:, None] == self.stops, axis=1)
-        left = self.left - self.active
+        left = self.left - self.active.astype(jnp.int32)
         seen = self.seen
         if seen is not None:
             batch = jnp.arange(len(ids), dtype=jnp.int32)
@@ -97,7 +97,7 @@ class Rows:
             self,
             active=self.active & usable & ~stopped & (left > 0),
             left=left,
-            counts=self.counts + self.active,
+            counts=self.counts + self.active.astype(jnp.int32),
             seen=seen,
         )
 
@@ -106,7 +106,7 @@ def adjusted(logits: Float[Array, "B Z"], rows: Rows) -> Float[Array, "B Z"]:
     """Logits with bias and penalty, and without stop ids where a row must go on."""
     B, Z = logits.shape
     if rows.bias is not None:
-        logits = logits + rows.bias
+        logits = logits + rows.bias.astype(logits.dtype)
     if rows.seen is not None:
         penalty = rows.settings[:, 4:5].astype(logits.dtype)
         punished = jnp.where(logits > 0, logits / penalty, logits * penalty)
@@ -116,7 +116,7 @@ def adjusted(logits: Float[Array, "B Z"], rows: Rows) -> Float[Array, "B Z"]:
     batch, stops = jnp.arange(B, dtype=jnp.int32)[:, None], rows.stops
     ends = jnp.zeros((B, Z), bool)
     ends = ends.at[batch, jnp.where(stops < 0, Z, stops)].set(True, mode="drop")
-    early = rows.counts < rows.settings[:, 5]
+    early = rows.counts.astype(jnp.float32) < rows.settings[:, 5]
     return jnp.where(early[:, None] & ends, -jnp.inf, logits)
 
 
@@ -133,7 +133,7 @@ def allowed(
     before = jnp.cumsum(probability) - probability
     rank = jnp.arange(Z, dtype=jnp.int32)
     kept = (
-        (rank < jnp.where(top_k > 0, top_k, Z))
+        (rank.astype(top_k.dtype) < jnp.where(top_k > 0, top_k, Z))
         & ((before < top_p) | (top_p >= 1))
         & (probability >= min_p * probability[0])
     )
@@ -157,12 +157,17 @@ def sample(
     usable = jnp.isfinite(logits.max(-1)) & ~jnp.isnan(logits).any(-1) & jnp.isfinite(bent.max(-1))
     ids = jnp.argmax(bent, -1)
     if rows.draws:
-        cuts = rows.settings[:, :4]
+        cuts = rows.settings[:, :4].astype(logits.dtype)
         may = jax.vmap(allowed)(bent, *cuts.T)
         warm = jnp.where(cuts[:, :1] > 0, cuts[:, :1], 1)
         noise = gumbel_noise(rows.seeds, rows.counts, logits.shape[1])
         drawn = jnp.argmax(
-            jnp.where(may, (bent - bent.max(-1, keepdims=True)) / warm + noise, -jnp.inf), -1
+            jnp.where(
+                may,
+                (bent - bent.max(-1, keepdims=True)) / warm + noise.astype(bent.dtype),
+                -jnp.inf,
+            ),
+            -1,
         )
         ids = jnp.where(cuts[:, 0] > 0, drawn, ids)
     logprobs = jax.nn.log_softmax(logits, axis=-1)

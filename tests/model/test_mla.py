@@ -432,7 +432,7 @@ def test_blocks_of_queries_equal_one_block(size):
     """7 queries; the last block is padded, and blocks without a valid query are not computed."""
     x, y = tokens(2, 7), np.arange(14).reshape(2, 7)
     valid = np.array([[True] * 5 + [False] * 2, [True] * 2 + [False] * 5])
-    one = lambda block: block[0] * 2 + block[1][..., None]  # noqa: E731
+    one = lambda block: block[0] * 2 + block[1][..., None].astype(block[0].dtype)  # noqa: E731
     actual = quick_jit(lambda *arrays: over_queries(one, arrays, jnp.asarray(valid), size))(x, y)
     assert actual.shape == (2, 7, 24)
     np.testing.assert_array_equal(actual[valid], one((x, y))[valid])

@@ -26,6 +26,7 @@ from tolerances import EXPERTS, MOE_LAYER, ROUTE
 from kimi_jax.model import moe as moe_module
 from kimi_jax.model.layers import linear_wide
 from kimi_jax.model.moe import Experts, MoE, block_rows, dense, grouped, limit_groups, route
+from kimi_jax.numerics import at_least_float32
 
 WIDE = ("float32", "float64")
 E, A, L = 10, 3, 64
@@ -160,7 +161,7 @@ def run_form(form):
     """`form` of numpy arrays, compiled once for its shapes."""
     compiled = quick_jit(form)
     return lambda z, ids, weights, held, group=0: compiled(
-        z, ids, of_type(weights, jnp.promote_types(z.dtype, jnp.float32)), held, np.int32(group)
+        z, ids, of_type(weights, at_least_float32(z.dtype)), held, np.int32(group)
     )
 
 

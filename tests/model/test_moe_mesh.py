@@ -31,6 +31,7 @@ from tolerances import MOE_MESH
 from kimi_jax.model.layers import Expert
 from kimi_jax.model.moe import MoE, dispatched, owners
 from kimi_jax.model.state import Forms, Step
+from kimi_jax.numerics import at_least_float32
 from kimi_jax.parallel import collectives
 from kimi_jax.parallel.collectives import DATA, MODEL, of_bits, to_bits
 from kimi_jax.parallel.placement import Placement, make_mesh
@@ -324,7 +325,7 @@ def strange(shape, dtype, seed=0, payloads=True):
 @one_of("dtype", ["bfloat16", "float32", "float64"])
 def test_bits_travel_exactly(dtype):
     """Ids to the largest that fit, weights wider than the row, and every bit of both."""
-    wide = jnp.promote_types(dtype, jnp.float32)
+    wide = at_least_float32(dtype)
     z, weights = strange((5, 16), dtype), strange((5, 15), wide, 1)
     most = min(2**15, np.iinfo(bits(z).dtype).max)
     ids = np.array([[0, 1, 255], [256, 897, most], [1, 1, 1], [0, 0, 0], [2, 3, 5]], np.int32)
@@ -361,7 +362,7 @@ def test_messages_and_counts(monkeypatch, mesh, axes, dtype):
     matrix, which all ranks know. (CPUs widen bfloat16 on the way: a NaN loses its payload there.)
     """
     L, A, c, held, (data, model) = 64, 3, 6, 3, mesh
-    devices, wide = data * model, jnp.promote_types(dtype, jnp.float32)
+    devices, wide = data * model, at_least_float32(dtype)
     rng, n = np.random.default_rng(1), 4
     z = strange((devices, c, L), dtype, payloads=dtype != "bfloat16")
     weights = of_type(rng.uniform(size=(devices, c, A)), wide)

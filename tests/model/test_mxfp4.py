@@ -13,6 +13,7 @@ from hypothesis.extra import numpy as arrays
 from safetensors.numpy import load_file
 
 from kimi_jax.model import mxfp4
+from kimi_jax.numerics import at_least_float32
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "ops" / "mxfp4.safetensors"
 FORMATS = {
@@ -168,6 +169,6 @@ def test_matmul_equals_the_product_with_unpacked_weights(dtype):
     x = rng.standard_normal((5, 96)).astype(FORMATS[dtype][0])
     with jax.enable_x64(dtype == "float64"):
         product = mxfp4.matmul(jnp.asarray(x), jnp.asarray(packed), jnp.asarray(scale))
-        assert product.dtype == jnp.promote_types(dtype, jnp.float32)
+        assert product.dtype == at_least_float32(dtype)
     expected = x.astype(np.float64) @ mxfp4.unpack_numpy(packed, scale).T
     np.testing.assert_allclose(product, expected, rtol=1e-4, atol=1e-3)
