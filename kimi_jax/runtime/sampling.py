@@ -161,14 +161,8 @@ def sample(
         may = jax.vmap(allowed)(bent, *cuts.T)
         warm = jnp.where(cuts[:, :1] > 0, cuts[:, :1], 1)
         noise = gumbel_noise(rows.seeds, rows.counts, logits.shape[1])
-        drawn = jnp.argmax(
-            jnp.where(
-                may,
-                (bent - bent.max(-1, keepdims=True)) / warm + noise.astype(bent.dtype),
-                -jnp.inf,
-            ),
-            -1,
-        )
+        scaled = (bent - bent.max(-1, keepdims=True)) / warm
+        drawn = jnp.argmax(jnp.where(may, scaled + noise.astype(bent.dtype), -jnp.inf), -1)
         ids = jnp.where(cuts[:, 0] > 0, drawn, ids)
     logprobs = jax.nn.log_softmax(logits, axis=-1)
     best, best_ids = jax.lax.top_k(logprobs, rows.top)
