@@ -25,7 +25,7 @@ from ..config.config import Config
 from ..generation.engine import capacity
 from ..model.decoder import Stack, build, declare
 from ..model.mla import MLA
-from ..model.state import STATE_DIMS, State, Step
+from ..model.state import STATE_DIMS, State, Step, home_of
 from ..parallel.collectives import DATA, MODEL, all_reduce
 from ..parallel.placement import Placement, to_device
 from ..parallel.reductions import Reduction, traffic
@@ -162,7 +162,7 @@ def _by_context(
 
 def _noisy(state: State) -> State:
     """The state with noise in every cached row."""
-    rng, number = np.random.default_rng(0), jnp.dtype(state.home.dtype)
+    rng, number = np.random.default_rng(0), jnp.dtype(home_of(state).dtype)
 
     def fill(path: tuple, x: Array) -> Array:
         if "S" not in STATE_DIMS[path[-1].name]:

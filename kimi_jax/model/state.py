@@ -10,12 +10,15 @@ import functools
 import operator
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
+from ..config.config import Config
+from ..errors import RequestError, shown
 from ..parallel import collectives
 from ..parallel.collectives import DATA, MODEL
 from ..parallel.helix import Stripes
@@ -229,6 +232,49 @@ class MLAState:
     index_keys: Leaf | None  # [G, B, S, I]
 
 
+@runtime_checkable
+class StateHome(Protocol):
+    """What laid a state's arrays out on its mesh: the programs of a model (runtime.program)."""
+
+    @property
+    def config(self) -> Config:
+        """Sizes and switches of the model."""
+        ...
+
+    @property
+    def mesh(self) -> Mesh:
+        """The devices that hold the arrays."""
+        ...
+
+    @property
+    def place(self) -> Placement:
+        """How the arrays are sharded over them."""
+        ...
+
+    @property
+    def dtype(self) -> str:
+        """The type of activations."""
+        ...
+
+    @property
+    def scan(self) -> bool:
+        """Whether equal groups of layers are scanned, and so their states stacked."""
+        ...
+
+    @property
+    def packed(self) -> bool:
+        """Whether the model's experts are MXFP4."""
+        ...
+
+    def other_states_than(self, other: Any) -> list[str]:
+        """How states of this home differ from those of another, one line for each difference."""
+        ...
+
+    def save(self, state: "State", path: str | os.PathLike) -> None:
+        """Write a state to a new folder."""
+        ...
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class State:
@@ -240,10 +286,10 @@ class State:
     length: Leaf  # [B], tokens seen by each row
     hidden: Leaf  # [B, D], normed output at each row's last token, for rows that bring no token
     max_length: int = dataclasses.field(metadata={"static": True})
-    # Between steps: the requests, which inactive rows complete on the mesh, and whose steps lay the
-    # arrays out so (a runner.Program). Inside a step: nothing, so that no batch compiles one anew.
+    # Between steps: the requests, which inactive rows pad to the mesh, and the programs that laid
+    # the arrays out. Inside a step: 0 and None, so that no batch size compiles a step again.
     batch: int = dataclasses.field(default=0, metadata={"static": True})
-    home: Any = dataclasses.field(default=None, metadata={"static": True})
+    home: StateHome | None = dataclasses.field(default=None, metadata={"static": True})
 
     def bare(self) -> "State":
         """What a step takes."""
@@ -260,10 +306,22 @@ class State:
         }
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write all of it to a new folder, for `kimi_jax.load_state`; see `handover.save`."""
-        from ..runtime.reshard import save
+        """Write all of it to a new folder, for `kimi_jax.load_state`. It appears complete or not at
+        all; every process must call this. Raises `RequestError` for a state that no step returned
+        or that a step has consumed, and `FileExistsError`.
+        """
+        home_of(self).save(self, path)
 
-        save(self, path)
+
+def home_of(state: Any) -> StateHome:
+    """The programs that laid a state out. Raises `RequestError` for what is not a state between
+    steps, and for one that a step has consumed.
+    """
+    if not isinstance(state, State) or state.home is None:
+        raise RequestError(f"a state comes from new_state or a step, got {shown(state)}")
+    if state.length.is_deleted():
+        raise RequestError("this state was consumed by a step: go on with the one it returned")
+    return state.home
 
 
 def cache_dtype(dtype: jnp.dtype, on_cpu: bool) -> jnp.dtype:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,7 @@ from ..parallel.placement import (
 )
 from .memory import DTYPES, Plan, device_memory, plan, refuse_what_exceeds
 from .sampling import Rows, sample
+from .state_files import save_state
 
 SCAN_FROM = 24  # layers from which a scan pays on CPU too: unrolled runs faster, compiles slower
 
@@ -136,6 +138,10 @@ class Program:
             self.config, self.mesh, self.place,
             batch=batch, context=context, dtype=self.dtype, packed=self.packed,
         )  # fmt: skip
+
+    def save(self, state: State, path: str | os.PathLike) -> None:
+        """Write a state of this program to a new folder."""
+        save_state(state, path)
 
     def state_specs(self, S: int = 1) -> Any:
         """The mesh axes of every array of a state for S tokens, by name."""

@@ -20,7 +20,7 @@ from ..generation import chat as conversation
 from ..generation import generate as generation
 from ..generation.sessions import Session
 from ..model.decoder import build, declare, slice_sizes
-from ..model.state import Forms, State
+from ..model.state import Forms, State, home_of
 from ..numerics import is_whole
 from ..parallel.collectives import DATA
 from ..parallel.placement import (
@@ -222,9 +222,8 @@ class Model:
             )
 
     def _is_own(self, state: State) -> None:
-        """Refuse what is no state, one that a step has consumed, and one of another model."""
-        refuse_what_is_no_state(state)
-        problems = state.home.other_states_than(self.program)
+        """Refuse what is not a state, one that a step has consumed, and one of another model."""
+        problems = home_of(state).other_states_than(self.program)
         if problems:
             raise RequestError("\n".join(problems))
 
@@ -262,14 +261,6 @@ def _array(name: str, value: Any, shape: str) -> np.ndarray:
         return np.asarray(value)
     except (ValueError, TypeError, OverflowError) as error:
         raise RequestError(f"{name} must be {shape}; got {shown(value)}") from error
-
-
-def refuse_what_is_no_state(state: Any) -> None:
-    """Raise `RequestError` for what no step has left."""
-    if not isinstance(state, State) or state.home is None:
-        raise RequestError(f"a state comes from new_state or a step, got {shown(state)}")
-    if state.length.is_deleted():
-        raise RequestError("this state was consumed by a step: go on with the one it returned")
 
 
 def load(
