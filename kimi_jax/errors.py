@@ -39,7 +39,8 @@ class Problems(InputError):
         count = len(self.problems)
         title = f"{count} problem{'s' if count != 1 else ''} in {self.subject}:"
         more = [f"and {count - _PRINTED} more"] if count > _PRINTED else []
-        return printable("\n  ".join([title, *map(str, self.problems[:_PRINTED]), *more]))
+        lines = [str(problem).replace("\n", "\\n") for problem in self.problems[:_PRINTED]]
+        return printable("\n  ".join([title, *lines, *more]))
 
 
 class ConfigError(Problems):

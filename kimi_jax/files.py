@@ -47,7 +47,9 @@ def read_regular(path: str | os.PathLike[str], limit: int) -> bytes:
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         try:
-            content = file.read(limit + 1) if size <= limit else b""
+            content = file.read(size + 1) if size <= limit else b""  # a buffer of what is there
+            if size < len(content) <= limit:  # it has grown, or is a file whose size is not known
+                content += file.read(limit + 1 - len(content))
         except OSError as error:
             raise FileError(path, f"cannot be read, {error.strerror}") from error
     if max(size, len(content)) > limit:

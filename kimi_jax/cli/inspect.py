@@ -10,10 +10,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..errors import label, shortened
 from .devices import check_folder
 from .options import SHIPPED, SHIPPED_MODEL, add_command
 from .output import bytes_text, print_table
 
+_MOST_ROWS = 100  # of one part: tensors that the model does not use can have any names
+_LINE = 400  # characters of the line that shows the kinds of layers
 EXAMPLES = """\
   kimi-jax inspect
   kimi-jax inspect /path/to/checkpoint
@@ -65,9 +68,12 @@ def run(options: argparse.Namespace) -> int:
     with Checkpoint(options.path, config) as checkpoint:
         if options.all:
             for name, tensor in checkpoint.tensors.items():
-                print(f"{name}  {_say_shape(tensor.shape)}  {tensor.dtype}  {tensor.shard}")
+                print(
+                    f"{label(name)}  {_shape_text(tensor.shape)}  {tensor.dtype}  "
+                    f"{label(tensor.shard)}"
+                )
             return 0
-        print_table(f"{options.path}", ("", ""), list(_summary(checkpoint, config)))
+        print_table(label(options.path), ("", ""), list(_summary(checkpoint, config)))
         columns = ("part", "tensor", "count", "shape", "dtype", "bytes")
         print_table("tensors", columns, list(_groups(checkpoint, config)))
     return 0
@@ -84,7 +90,7 @@ def _summary(checkpoint: Any, config: Any) -> Iterator[tuple[str, str]]:
         f"{len(tensors):,} tensors, {nbytes:,} bytes ({bytes_text(nbytes)}), shards: {shards}",
     )
     yield "experts are", "MXFP4" if checkpoint.packed else "plain"
-    yield "tokenizer", _say_tokenizer(checkpoint.folder, config)
+    yield "tokenizer", _tokenizer_text(checkpoint.folder, config)
     yield from _sizes(config)
 
 
@@ -99,7 +105,7 @@ def _parameters(checkpoint: Any, config: Any) -> int:
     )
 
 
-def _say_tokenizer(folder: Path, config: Any) -> str:
+def _tokenizer_text(folder: Path, config: Any) -> str:
     from ..text.tokenizer import Tokenizer
 
     if not Tokenizer.is_in(folder):
@@ -112,8 +118,8 @@ def _sizes(config: Any) -> Iterator[tuple[str, str]]:
     kinds = ["M" if config.is_mla(i) else "K" for i in range(config.layers)]
     mlps = ["d" if config.is_dense(i) else "e" for i in range(config.layers)]
     yield "layers", f"{config.layers}, residual blocks of {config.residual_block}"
-    yield "attention", f"{' '.join(kinds)}   (K: KDA, M: MLA)"
-    yield "feed-forward", f"{' '.join(mlps)}   (d: dense, e: experts)"
+    yield "attention", f"{shortened(' '.join(kinds), _LINE)}   (K: KDA, M: MLA)"
+    yield "feed-forward", f"{shortened(' '.join(mlps), _LINE)}   (d: dense, e: experts)"
     yield "width", f"{config.hidden:,}, dense {config.dense_ffn:,}"
     yield "vocabulary", f"{config.vocab:,}" + (", head tied" if config.tie_embeddings else "")
     yield "context", f"{config.max_positions:,} tokens"
@@ -142,10 +148,15 @@ def _groups(checkpoint: Any, config: Any) -> Iterator[tuple[str, ...]]:
     """A row for all tensors of one role and form: part, name, count, shape, dtype, bytes."""
     counts: Counter[tuple] = Counter()
     nbytes: Counter[tuple] = Counter()
+    rows: Counter[str] = Counter()  # of each part
     for name, tensor in checkpoint.tensors.items():
         below = name.removeprefix(checkpoint.root)
-        role = re.sub(r"(?<=\.)\d+(?=\.)", "*", below)
-        group = (_part(below, config), role, _say_shape(tensor.shape), tensor.dtype)
+        part = _part(below, config)
+        group = (part, _role(below), _shape_text(tensor.shape), tensor.dtype)
+        if group not in counts:
+            rows[part] += 1
+            if rows[part] > _MOST_ROWS:
+                group = (part, "… others", "", "")
         counts[group] += 1
         nbytes[group] += tensor.nbytes
     parts, last = [part for part, _ in _PARTS], ""
@@ -157,6 +168,11 @@ def _groups(checkpoint: Any, config: Any) -> Iterator[tuple[str, ...]]:
     yield "all", "", f"{counts.total():,}", "", "", bytes_text(nbytes.total())
 
 
+def _role(name: str) -> str:
+    """The name of a tensor without the numbers of its layer and expert."""
+    return label(re.sub(r"(?<=\.)\d+(?=\.)", "*", name))
+
+
 def _part(name: str, config: Any) -> str:
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     if layer and config.is_mla(int(layer[1])):
@@ -164,5 +180,5 @@ def _part(name: str, config: Any) -> str:
     return next(part for part, pattern in _PARTS if re.search(pattern, name))
 
 
-def _say_shape(shape: Sequence[int]) -> str:
-    return " x ".join(map(str, shape)) or "scalar"
+def _shape_text(shape: Sequence[int]) -> str:
+    return shortened(" x ".join(map(str, shape)), 100) or "scalar"

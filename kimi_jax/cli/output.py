@@ -8,6 +8,8 @@ import re
 import sys
 from collections.abc import Sequence
 
+from ..errors import printable
+
 
 def redirect_output(silent: bool) -> None:
     """Standard output takes what this command writes, and nothing where it is to be silent; what
@@ -30,7 +32,7 @@ def note(line: str) -> None:
     import jax
 
     if jax.process_index() == 0:
-        print(f"kimi-jax: {line}", file=sys.stderr)
+        print(f"kimi-jax: {printable(line)}", file=sys.stderr)
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -1,11 +1,16 @@
 """`kimi-jax inspect`: what it says of a checkpoint folder."""
 
+import dataclasses
+import json
 import re
+import tracemalloc
 
 import numpy as np
+import pytest
 from commands import CONFIG, NORM, nan_like
 
 from kimi_jax.checkpoint import hf_shapes, save_hf
+from kimi_jax.cli import inspect
 
 
 def test_inspect_groups_tensors_and_totals_them(run, saved, tensors):
@@ -38,3 +43,56 @@ def test_inspect_of_a_broken_value_does_not_read_it(run, tensors, tmp_path):
     save_hf(tmp_path / "changed", CONFIG.to_hf(), changed)
     code, out, _ = run("inspect", tmp_path / "changed")
     assert code == 0 and "none, prompts must be token ids" in out
+
+
+ESCAPES = "\x1b[2J\x1b]0;title\x07\u202e\x9b"
+
+
+def vision(count: int, name: str) -> dict[str, np.ndarray]:
+    return {f"vision_tower.{name}.{i:x}th.weight": np.zeros(1, np.float32) for i in range(count)}
+
+
+@pytest.mark.parametrize("words", [(), ("--all",)], ids=str)
+def test_names_are_shown_and_not_obeyed_by_a_terminal(run, tensors, tmp_path, words):
+    added = vision(2, f"a\n{ESCAPES}") | vision(1, "x" * 3_000_000)
+    save_hf(tmp_path / "vision", CONFIG.to_hf(), tensors | added)
+    code, out, err = run("inspect", tmp_path / "vision", *words)
+    assert (code, err) == (0, "")
+    assert all(line.isprintable() for line in out.split("\n"))
+    unfolded = re.sub(r"\s", "", out)
+    assert r"vision_tower.a\n\x1b[2J\x1b]0;title\x07\u202e\x9b." in unfolded
+    assert "xxx…" in unfolded and len(out) < 60_000
+
+
+@pytest.mark.parametrize("name", [f"unknown{ESCAPES}\n  x", "u" * 3_000_000])
+def test_an_error_shows_such_names_as_well(run, tensors, tmp_path, name):
+    save_hf(tmp_path / "unknown", CONFIG.to_hf(), tensors | {name: np.zeros(1, np.float32)})
+    code, out, err = run("inspect", tmp_path / "unknown")
+    assert (code, out) == (2, "") and "unknown tensor of shape [1]" in err
+    assert len(err.split("\n")) == 3 and max(map(len, err.split("\n"))) < 2_100
+    assert all(line.isprintable() for line in err.split("\n"))
+
+
+def test_many_names_are_counted(run, tensors, tmp_path):
+    save_hf(tmp_path / "many", CONFIG.to_hf(), tensors | vision(700, "layer"))
+    out = run("inspect", tmp_path / "many")[1]
+    assert (
+        re.search(r"^ +… others +600 +2.4 kB", out, re.MULTILINE) and out.count("th.weight") == 100
+    )
+
+
+def test_a_model_of_ten_thousand_layers_is_described_on_few_lines():
+    config = dataclasses.replace(CONFIG, layers=10_000)
+    sizes = dict(inspect._sizes(config))
+    assert sizes["layers"].startswith("10000, ") and len(sizes["attention"]) < 500
+
+
+def test_a_million_experts_that_are_missing_are_counted(run, folder):
+    config = dataclasses.replace(CONFIG, layers=16, experts=62_500)
+    (folder / "config.json").write_text(json.dumps(config.to_hf()))
+    tracemalloc.start()
+    code, _, err = run("inspect", folder)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert code == 2 and "problems in the checkpoint" in err
+    assert peak < 50e6
