@@ -14,6 +14,7 @@ Program.step (jit, shard_map) -> Kimi -> Stack -> Layer [mix -> KDA | MLA -> mix
 norm, head -> sample -> TextBuilder.
 """
 
+from .api import Model, load
 from .config.config import Config
 from .errors import (
     ChatError,
@@ -26,12 +27,12 @@ from .errors import (
 )
 from .generation.chat import ChatEvent, ChatStream, Reply, ToolCall
 from .generation.generate import Completion, Event, Usage
-from .generation.sessions import CacheStats, PrefixCache, Session
+from .generation.prefix_cache import CacheStats, PrefixCache
+from .generation.sessions import Session
 from .parallel.placement import Placement, make_mesh
 from .parallel.reductions import copy_engine_flags
 from .runtime.memory import Plan, plan
 from .runtime.reshard import load_state, move
-from .runtime.runner import Model, load
 from .runtime.sampling import Greedy, Sample, TokenLogprob
 
 __all__ = [

@@ -21,6 +21,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from ..api import Model
 from ..config.config import Config
 from ..generation.engine import capacity
 from ..model.decoder import Stack, build, declare
@@ -30,7 +31,6 @@ from ..parallel.collectives import DATA, MODEL, all_reduce
 from ..parallel.placement import Placement, to_device
 from ..parallel.reductions import Reduction, traffic
 from ..runtime.program import Program, default_dtype, make_program
-from ..runtime.runner import Model
 
 Row = tuple[str | int | float, ...]
 SPEED_COLUMNS = ("step", "batch", "tokens", "compile_s", "step_ms", "tokens_per_s")

@@ -22,17 +22,16 @@ import json
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from ..errors import ChatError, TokenizerError
 from ..runtime.sampling import Sample, TokenLogprob
 from ..text.stops import StopStrings
 from ..text.tokenizer import Tokenizer
 from .generate import Usage, start
-from .sessions import PrefixCache, Session
-
-if TYPE_CHECKING:
-    from ..runtime.runner import Model
+from .prefix_cache import PrefixCache
+from .prompts import TextRunner
+from .session_state import SessionState
 
 ROLES = ("system", "user", "assistant", "tool")
 EFFORTS = ("low", "high", "max")
@@ -714,7 +713,7 @@ class ChatStream(Iterator[ChatEvent]):
 
 
 def chat(
-    model: "Model",
+    model: TextRunner,
     messages: Any,
     tools: Any = None,
     thinking: bool = True,
@@ -733,7 +732,7 @@ def chat(
     logit_bias: Mapping[int, float] | None = None,
     min_new_tokens: int = 0,
     prefix_cache: PrefixCache | None = None,
-    session: Session | None = None,
+    session: SessionState | None = None,
 ) -> Reply | ChatStream:
     """The model's reply to a conversation, or with `stream` its events as they are made.
 

@@ -12,15 +12,16 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ..model.state import State
 from ..parallel.collectives import DATA
 from ..parallel.placement import to_device, to_host
+from ..runtime.runner import Runner
 from ..runtime.sampling import Rows, TokenLogprob
+from .prefix_cache import PrefixCache
+from .session_state import SessionState
 
 if TYPE_CHECKING:
-    from ..model.state import State
-    from ..runtime.runner import Model
     from .generate import Options, Request
-    from .sessions import PrefixCache, Session
 
 LOOP = 8  # steps that a loop on the device has room for, at least
 
@@ -85,12 +86,12 @@ def capacity(length: int, limit: int) -> int:
 
 
 def run(
-    model: "Model",
+    model: Runner,
     requests: Sequence["Request"],
     options: "Options",
     log: Callable[[str], None] | None = None,
-    cache: "PrefixCache | None" = None,
-    session: "Session | None" = None,
+    cache: PrefixCache | None = None,
+    session: SessionState | None = None,
 ) -> Generator[int, None, None]:
     """Run all requests that have no error yet to their ends; yields after each trip to the device
     the tokens that it took in or made. A session is for one request.
@@ -131,13 +132,13 @@ class _Engine:
 
     def __init__(
         self,
-        model: "Model",
+        model: Runner,
         requests: Sequence["Request"],
         due: list[int],
         options: "Options",
         log: Callable[[str], None],
-        cache: "PrefixCache | None",
-        session: "Session | None",
+        cache: PrefixCache | None,
+        session: SessionState | None,
     ):
         self.model, self.requests, self.options, self.log = model, requests, options, log
         self.made: Any = None  # by the latest trip, while no request has it yet
@@ -161,12 +162,12 @@ class _Engine:
         self.fixed = self._fixed()
 
     @property
-    def stages(self) -> "State":
+    def stages(self) -> State:
         """The state that prompts are taken into."""
         return self.slots if self.in_place else self._stages
 
     @stages.setter
-    def stages(self, state: "State") -> None:
+    def stages(self, state: State) -> None:
         if self.in_place:
             self.slots = state
         else:

@@ -5,7 +5,7 @@ import dataclasses
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -16,10 +16,9 @@ from ..runtime.progress import Progress
 from ..runtime.sampling import Sample, TokenLogprob, sampling_problems
 from ..text.stops import TextBuilder
 from .engine import run
-from .sessions import PrefixCache, Session
-
-if TYPE_CHECKING:
-    from ..runtime.runner import Model
+from .prefix_cache import PrefixCache
+from .prompts import TextRunner
+from .session_state import SessionState
 
 Prompt = str | Sequence[int]
 SLOTS = 8  # requests that decode together
@@ -143,7 +142,7 @@ class Options:
     trip: int = TRIP
 
 
-def _options(model: "Model", count: int, sampling: Any, seed: Any, **given: Any) -> Options:
+def _options(model: TextRunner, count: int, sampling: Any, seed: Any, **given: Any) -> Options:
     """The options of a run, or one error that lists all that is wrong with them."""
     problems: list[str] = []
     new, logprobs = given["max_new_tokens"], given["logprobs"]
@@ -176,7 +175,7 @@ def _options(model: "Model", count: int, sampling: Any, seed: Any, **given: Any)
     )  # fmt: skip
 
 
-def _bias(model: "Model", bias: Any, problems: list[str]) -> tuple[tuple[int, float], ...]:
+def _bias(model: TextRunner, bias: Any, problems: list[str]) -> tuple[tuple[int, float], ...]:
     """logit_bias as pairs of id and number."""
     if bias is None:
         return ()
@@ -221,7 +220,7 @@ def _seeds(seed: Any, count: int, problems: list[str]) -> tuple[int, ...]:
     return tuple(map(int, seeds))
 
 
-def _stops(model: "Model", stop: Any, problems: list[str]) -> tuple[str, ...]:
+def _stops(model: TextRunner, stop: Any, problems: list[str]) -> tuple[str, ...]:
     stops = [] if stop is None else [stop] if isinstance(stop, str) else _items(stop)
     if stops is None or not all(isinstance(text, str) for text in stops):
         problems.append(f"stop must be a string or a list of strings, got {shown(stop)}")
@@ -233,7 +232,7 @@ def _stops(model: "Model", stop: Any, problems: list[str]) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _stop_ids(model: "Model", stop_tokens: Any, problems: list[str]) -> frozenset[int]:
+def _stop_ids(model: TextRunner, stop_tokens: Any, problems: list[str]) -> frozenset[int]:
     wanted = model.config.eos if stop_tokens is None else stop_tokens
     ids = list(wanted) if isinstance(wanted, set | frozenset) else _items(wanted)
     if ids is None:
@@ -252,12 +251,12 @@ def _items(value: Any) -> list | None:
     return list(value) if is_list else None
 
 
-def _is_id(model: "Model", token: Any) -> bool:
+def _is_id(model: TextRunner, token: Any) -> bool:
     return is_whole(token, 0, model.config.vocab - 1)
 
 
 def _encoded(
-    model: "Model", prompts: Sequence[Prompt], before: Sequence[int] = ()
+    model: TextRunner, prompts: Sequence[Prompt], before: Sequence[int] = ()
 ) -> list[list[int]]:
     """Every prompt as ids, behind what it continues, or one error that names each prompt that
     cannot run.
@@ -272,7 +271,7 @@ def _encoded(
     return [[*map(int, before), *ids] for ids in encoded]
 
 
-def _ids(model: "Model", i: int, prompt: Any, begins: bool, problems: list[str]) -> list[int]:
+def _ids(model: TextRunner, i: int, prompt: Any, begins: bool, problems: list[str]) -> list[int]:
     """One prompt as ids, which may be none unless it begins its text."""
     if isinstance(prompt, str):
         if model.tokenizer is None:
@@ -309,7 +308,7 @@ def _as_list(prompts: Any) -> list:
 
 
 def generate(
-    model: "Model",
+    model: TextRunner,
     prompts: Prompt | Sequence[Prompt],
     *,
     max_new_tokens: int = 64,
@@ -326,7 +325,7 @@ def generate(
     slots: int = SLOTS,
     trip: int = TRIP,
     prefix_cache: PrefixCache | None = None,
-    session: Session | None = None,
+    session: SessionState | None = None,
     progress: bool | None = None,
     verbose: bool = False,
 ) -> list[Completion]:
@@ -369,7 +368,7 @@ def _say(line: str) -> None:
 
 
 def stream(
-    model: "Model",
+    model: TextRunner,
     prompt: Prompt,
     *,
     max_new_tokens: int = 64,
@@ -385,7 +384,7 @@ def stream(
     min_new_tokens: int = 0,
     trip: int = 4,
     prefix_cache: PrefixCache | None = None,
-    session: Session | None = None,
+    session: SessionState | None = None,
 ) -> Iterator[Event]:
     """Continue one prompt, yielding an `Event` per token, in groups of up to `trip`; the texts
     joined are `generate`'s text. Closing the iterator ends it.
@@ -402,10 +401,10 @@ def stream(
 
 
 def start(
-    model: "Model",
+    model: TextRunner,
     prompt: Prompt,
     cache: PrefixCache | None,
-    session: Session | None,
+    session: SessionState | None,
     sampling: Sample | None,
     seed: int,
     whole: bool = False,
@@ -426,11 +425,11 @@ def start(
 
 
 def _events(
-    model: "Model",
+    model: TextRunner,
     request: Request,
     options: Options,
     cache: PrefixCache | None,
-    session: Session | None,
+    session: SessionState | None,
 ) -> Iterator[Event]:
     sent = 0
     with contextlib.closing(run(model, [request], options, None, cache, session)) as trips:
@@ -458,7 +457,7 @@ def _event(request: Request, options: Options, count: int) -> Event:
 
 
 def _prepared(
-    model: "Model",
+    model: TextRunner,
     prompts: Callable[[], list],
     cache: Any,
     session: Any,
@@ -473,10 +472,11 @@ def _prepared(
         many = prompts()
         options = _options(model, len(many), sampling, seed, **given)
         for name, kind, given_one in (
-            ("prefix_cache", PrefixCache, cache), ("session", Session, session)
+            ("prefix_cache", PrefixCache, cache), ("session", SessionState, session)
         ):  # fmt: skip
             if not isinstance(given_one, kind | None):
-                raise PromptError(f"{name} must be a {kind.__name__}, got {shown(given_one)}")
+                kind_name = kind.__name__.removesuffix("State")
+                raise PromptError(f"{name} must be a {kind_name}, got {shown(given_one)}")
             if given_one is not None:
                 given_one.refuse_other(model)
         if session and len(many) != 1:
@@ -491,7 +491,7 @@ def _prepared(
 
 
 def _requests(
-    model: "Model", encoded: list[list[int]], options: Options, session: Session | None
+    model: TextRunner, encoded: list[list[int]], options: Options, session: SessionState | None
 ) -> list[Request]:
     limit = session.max_length if session else model.config.max_positions
     requests = [
@@ -512,7 +512,7 @@ def _requests(
     return requests
 
 
-def _completion(one: Request, model: "Model", options: Options) -> Completion:
+def _completion(one: Request, model: TextRunner, options: Options) -> Completion:
     text = "".join(one.text) if model.tokenizer else None
     assert one.reason is not None
     logprobs = one.logprobs if options.logprobs else None

@@ -22,7 +22,7 @@ from ..parallel.helix import Stripes
 from ..parallel.placement import Placement, agree, mesh_sizes, settle, to_host, together
 from .memory import device_memory
 from .program import Program, differences, make_program
-from .runner import Model
+from .runner import Runner
 from .state_files import (
     Description,
     array_key,
@@ -75,7 +75,7 @@ def move(
     return Resharding(fetch, source, target, state.batch, state.max_length).run()
 
 
-def load_state(path: str | os.PathLike, model: Model) -> State:
+def load_state(path: str | os.PathLike, model: Runner) -> State:
     """A saved state for a model on any mesh and placement, resharded as `move` does.
 
     Raises `RequestError` where the folder holds no state, one of another model or type, or one
@@ -105,7 +105,7 @@ def load_state(path: str | os.PathLike, model: Model) -> State:
     return Resharding(fetch, source, model.program, about.batch, about.max_length).run()
 
 
-def _check_model(folder: str, about: Description, model: Model) -> None:
+def _check_model(folder: str, about: Description, model: Runner) -> None:
     """Refuse a saved state that is not of this model."""
     problems = differences(about.config, config_table(model.config))
     if about.dtype != model.dtype:

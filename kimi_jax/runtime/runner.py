@@ -1,26 +1,19 @@
-"""A model on a mesh: weights in place. `load` makes one from a folder; `Model` is
-what users hold.
+"""A decoder on a mesh: weights and compiled steps, and the checks of what they are given. Knows no
+text.
 """
 
 import dataclasses
-import os
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from ..checkpoint.reader import Checkpoint
 from ..config.config import Config
 from ..errors import RequestError, shown
-from ..generation import chat as conversation
-from ..generation import generate as generation
-from ..generation.sessions import Session
-from ..model.decoder import build, declare, slice_sizes
-from ..model.state import Forms, State, home_of
+from ..model.state import State, home_of
 from ..numerics import is_whole
 from ..parallel.collectives import DATA
 from ..parallel.placement import (
@@ -29,10 +22,8 @@ from ..parallel.placement import (
     to_host,
     to_mesh,
 )
-from ..text.tokenizer import Tokenizer
 from .memory import PREFILL_ROWS
-from .program import Program, make_program, mesh_and_placement, state_maker
-from .progress import Progress
+from .program import Program, state_maker
 
 Ids = ArrayLike | Sequence  # whole numbers, as an array or nested lists
 
@@ -48,15 +39,12 @@ def bucket(T: int, chunk: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Model:
-    """A decoder ready to run: `logits`, `new_state`, `prefill`, `decode`, and text through
-    `generate`, `stream` and `chat`.
-    """
+class Runner:
+    """A decoder ready to run: `logits`, `new_state`, `prefill` and `decode` of token ids."""
 
     program: Program
     weights: dict[tuple, Array]
-    tokenizer: Tokenizer | None = None
-    chunk: int = 256
+    chunk: int = dataclasses.field(default=256, kw_only=True)  # most tokens of a row in a prefill
 
     @property
     def config(self) -> Config:
@@ -227,33 +215,6 @@ class Model:
         if problems:
             raise RequestError("\n".join(problems))
 
-    def generate(self, prompts: Any, **options: Any) -> list[generation.Completion]:
-        """Continue each prompt; see `kimi_jax.generate.generate` for the options."""
-        return generation.generate(self, prompts, **options)
-
-    def stream(self, prompt: Any, **options: Any):
-        """Continue one prompt, yielding events as text is made; see `kimi_jax.generate.stream`."""
-        return generation.stream(self, prompt, **options)
-
-    def chat(
-        self,
-        messages: Any,
-        tools: Any = None,
-        thinking: bool = True,
-        stream: bool = False,
-        **options: Any,
-    ) -> conversation.Reply | conversation.ChatStream:
-        """Reply to a conversation, at once or as a stream of events; see `kimi_jax.chat.chat` for
-        messages, tools and options.
-        """
-        return conversation.chat(self, messages, tools, thinking, stream, **options)
-
-    def session(self, max_length: int | None = None) -> Session:
-        """A conversation that keeps its state between turns: `generate`, `stream`, `chat`. Its
-        memory grows as it does, or is made once for `max_length` tokens in all.
-        """
-        return Session(self, max_length)
-
 
 def _array(name: str, value: Any, shape: str) -> np.ndarray:
     """An array of what is given, or a `RequestError` that says which shape it must have."""
@@ -261,49 +222,3 @@ def _array(name: str, value: Any, shape: str) -> np.ndarray:
         return np.asarray(value)
     except (ValueError, TypeError, OverflowError) as error:
         raise RequestError(f"{name} must be {shape}; got {shown(value)}") from error
-
-
-def load(
-    path: str | os.PathLike,
-    mesh: Mesh | None = None,
-    placement: Placement | None = None,
-    dtype: DTypeLike | None = None,
-    *,
-    chunk: int | None = None,
-    scan: bool | None = None,
-    forms: Forms | None = None,
-    progress: bool | None = None,
-) -> Model:
-    """A `Model` from a Hugging Face folder (config.json, safetensors shards and their index,
-    tokenizer files if any).
-
-    `dtype`: "float32" (default on CPU), "bfloat16" (default elsewhere) or "float64". `chunk`: most
-    tokens of a row in one prefill program. `scan`: compile equal groups of layers once (default: on
-    accelerators and for deep models); `forms`: definitions in place of fast forms. `progress`: show
-    a bar (default: for loads over a second, on a terminal). All that the headers show to be
-    wrong is raised in one error before anything is allocated; so is a model that its devices'
-    memory cannot hold, with the plan of what each would hold. Each process reads the slices of its
-    own devices, once.
-    """
-    if chunk is not None and not is_whole(chunk, 1, 2**31 - 1):
-        raise ValueError(f"chunk must be a positive whole number of tokens, got {shown(chunk)}")
-    chunk = chunk or (256 if jax.default_backend() == "cpu" else 4096)
-    mesh, placement = mesh_and_placement(mesh, placement)
-    placement = placement.within(chunk)
-    config = Config.from_hf(path)
-    with Checkpoint(path, config) as checkpoint:
-        program = make_program(
-            config, mesh, placement, dtype, packed=checkpoint.packed, scan=scan, forms=forms
-        )
-        program.refuse_what_exceeds(batch=1, context=1)
-        tokenizer = Tokenizer.from_folder(path, config.vocab) if Tokenizer.is_in(path) else None
-        total = sum(
-            size * w.dtype.itemsize
-            for w in declare(program.declared)
-            for size in slice_sizes(w, program.place, program.mesh)
-        )
-        with Progress("loading", total, "bytes", show=progress) as bar:
-            weights = build(
-                program.declared, program.place, program.mesh, checkpoint.read, bar.advance
-            )
-    return Model(program, weights, tokenizer, chunk)

@@ -20,9 +20,9 @@ from models import MESHED, compilations, write
 from tolerances import PATHS
 
 import kimi_jax as kj
+from kimi_jax.api import Model
 from kimi_jax.generation import engine
 from kimi_jax.generation import generate as g
-from kimi_jax.runtime.runner import Model
 
 # Selected keys between layers of KDA; every size over 8 ranks.
 CONFIG = dataclasses.replace(MESHED, mla_layers=(1,), max_positions=2048)

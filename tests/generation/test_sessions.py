@@ -1,236 +1,41 @@
-"""Prefixes and conversations that are not computed again: what they give, what they cost, what they
-leave alone.
+"""Conversations that are not computed again: what they give, what they cost, what they leave
+alone.
 """
 
 import dataclasses
-import types
 
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jaxtyping import TypeCheckError
 from models import MESHED, write
+from reuse import EVERY, PLACES, cache_of, cold, ids, load, near, same
 
 import kimi_jax as kj
 from kimi_jax.cli.options import SHIPPED
 from kimi_jax.generation import chat as conversation
-from kimi_jax.generation import engine
+from kimi_jax.generation import engine, session_state
 from kimi_jax.generation import generate as g
-from kimi_jax.generation import sessions as reuse
-from kimi_jax.parallel.helix import Stripes
-
-CHUNK = 16
-EVERY = dict(max_new_tokens=5, stop_tokens=[], logprobs=MESHED.vocab)  # all log-probabilities
-HELIX = kj.Placement(keys="helix", helix_block=4, rows="sliced")
-BOTH = ("data", "model")
-VALUES = kj.Placement(keys="helix", helix_block=4, exchange="values", expert_axes=BOTH)
-PLACES = {"one": ((1, 1), kj.Placement()), "1x8": ((1, 8), HELIX), "2x4": ((2, 4), VALUES)}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return write(MESHED, tmp_path_factory.mktemp("reuse") / "model")
+    return write(MESHED, tmp_path_factory.mktemp("sessions") / "model")
 
 
 @pytest.fixture(scope="module", params=PLACES)
 def model(request, folder):
-    sizes, place = PLACES[request.param]
-    return kj.load(folder, kj.make_mesh(*sizes), place, "float32", chunk=CHUNK)
+    return load(folder, request.param)
 
 
 @pytest.fixture(scope="module")
 def one(folder):
-    return kj.load(folder, dtype="float32", chunk=CHUNK)
-
-
-def ids(count, seed=0):
-    return np.random.default_rng(seed).integers(0, MESHED.vocab, count).tolist()
-
-
-def cache_of(model, entries):
-    return kj.PrefixCache(
-        model, model.program.row_bytes(model.program.stripes.window(CHUNK)) * entries
-    )
-
-
-def same(warm, cold):
-    assert warm.tokens == cold.tokens
-    assert warm.logprobs == cold.logprobs  # floats, bit for bit
-
-
-# Prefixes
-
-
-def test_warm_equals_cold_bit_for_bit(model):
-    """Whatever of a prompt is known: nothing, some chunks, all of it."""
-    long = ids(53)
-    prompts = [long, long[:32], [*long[:40], *ids(9, 1)], [*long[:17], *ids(20, 2)], ids(18, 3)]
-    cold = [model.generate([prompt], **EVERY)[0] for prompt in prompts]
-    cache = cache_of(model, 20)
-    same(model.generate([long], prefix_cache=cache, **EVERY)[0], cold[0])
-    for prompt, wanted, known in zip(prompts, cold, (48, 32, 32, 16, 0), strict=True):
-        (warm,) = model.generate([prompt], prefix_cache=cache, **EVERY)
-        same(warm, wanted)
-        assert (warm.usage.cached_tokens, warm.usage.prompt_tokens) == (known, len(prompt))
-    assert cache.stats.hits == 4 and cache.stats.tokens == 128
-
-
-def test_prompts_of_one_batch_share_what_they_begin_with(one):
-    shared = ids(35)
-    prompts = [[*shared, *ids(4, n)] for n in range(1, 6)]
-    cache = cache_of(one, 20)
-    outs = one.generate(prompts, prefix_cache=cache, slots=2, **EVERY)
-    assert [out.usage.cached_tokens for out in outs] == [0, 32, 32, 32, 32]
-    for prompt, out in zip(prompts, outs, strict=True):
-        assert out.tokens == one.generate([prompt], **EVERY)[0].tokens
-    assert cache.stats == kj.CacheStats(2, cache.stats.bytes, cache.stats.limit, 5, 4, 128, 0)
-
-
-def test_a_prefix_that_comes_back_leaves_other_rows_alone(model):
-    """Prompts are restored beside one that is being taken in, of another data rank too."""
-    cache, known = cache_of(model, 20), ids(40)
-    prompts = [ids(3, 1), ids(120, 2), known, known[:33], ids(4, 3)]
-    cold = [model.generate([prompt], **EVERY)[0].tokens for prompt in prompts]
-    model.generate([known], prefix_cache=cache, **EVERY)
-    warm = model.generate(prompts, prefix_cache=cache, slots=4, **EVERY)
-    assert [out.usage.cached_tokens for out in warm] == [0, 0, 32, 32, 0]
-    assert [out.tokens for out in warm] == cold
-
-
-def test_a_snapshot_is_immutable(one):
-    cache, long = cache_of(one, 20), ids(40)
-    one.generate([long], prefix_cache=cache, **EVERY)
-    arrays = [x for entry in cache._used for x in jax.tree.leaves(entry.copy)]
-    before = [np.array(x) for x in arrays]
-    for n in range(3):
-        one.generate([[*long[:33], *ids(9, n)], ids(20, n)], prefix_cache=cache, **EVERY)
-    for x, bits in zip(arrays, before, strict=True):
-        np.testing.assert_array_equal(np.array(x), bits)
-
-
-def test_an_entry_counts_the_bytes_that_it_takes_of_a_device(model):
-    cache = cache_of(model, 5)
-    model.generate([ids(40)], prefix_cache=cache, max_new_tokens=1)
-    device = model.mesh.devices.flat[0]
-    held = sum(
-        part.data.nbytes
-        for entry in cache._used
-        for x in jax.tree.leaves(entry.copy)
-        for part in x.addressable_shards
-        if part.device == device
-    )
-    assert held == cache.stats.bytes and cache.stats.entries == 2
-
-
-def test_streams_share_prefixes_too(one):
-    cache, long = cache_of(one, 20), ids(40)
-    one.generate([long], prefix_cache=cache, **EVERY)
-    events = list(one.stream(long, prefix_cache=cache, max_new_tokens=5, stop_tokens=[]))
-    assert [e.token for e in events] == one.generate([long], **EVERY)[0].tokens
-    assert events[-1].usage.cached_tokens == 32
-    assert [e.usage.generated_tokens for e in events] == [1, 2, 3, 4, 5]
-
-
-def test_what_does_not_fit_is_refused(one, folder):
-    least = one.program.row_bytes(CHUNK)
-    for bytes in (0, least - 1, True):
-        with pytest.raises(ValueError, match=f"at least {least:,}.*{bytes!r}"):
-            kj.PrefixCache(one, bytes)
-    with pytest.raises(ValueError, match=r"bytes=9,0.*more than the .* of a device"):
-        kj.PrefixCache(one, 9 * 10**15)
-    cache = cache_of(one, 1)
-    for other in (dataclasses.replace(one, chunk=8), dataclasses.replace(one, weights={})):
-        with pytest.raises(kj.PromptError, match="another model"):
-            other.generate([[1]], prefix_cache=cache)
-
-
-class Counting:
-    """A program whose states are the ids that they have seen."""
-
-    stripes = Stripes()
-    row_bytes = staticmethod(lambda width: 10)
-    mesh = kj.make_mesh()
-    plan = staticmethod(lambda batch, context: types.SimpleNamespace(total_bytes=0))
-    take = staticmethod(lambda state, row, first, width: (first, tuple(state)))
-
-    @staticmethod
-    def put(state, row, copy, first):
-        assert (copy[0], copy[1][:first]) == (first, tuple(state))
-        return list(copy[1])
-
-
-@given(st.lists(st.lists(st.integers(0, 1), max_size=9), max_size=25), st.integers(1, 5))
-@settings(max_examples=80, deadline=None)
-def test_a_cache_gives_the_longest_prefix_that_it_holds(prompts, entries):
-    """And only such as it was given; it never holds more than it may, and forgets ends first."""
-    model = types.SimpleNamespace(program=Counting, chunk=2)
-    cache = kj.PrefixCache(model, 10 * entries)
-    for prompt in prompts:
-        held = {copy[1] for copy in (entry.copy for entry in cache._used)}
-        state, known = cache.restore([], 0, prompt)
-        assert state == prompt[:known] and known % 2 == 0
-        cuts = [tuple(prompt[:n]) for n in range(2, len(prompt) + 1, 2)]
-        assert known == 2 * sum(cut in held for cut in cuts)
-        for n in range(known + 2, len(prompt) + 1, 2):
-            cache.add(prompt[:n], 0, prompt[:n])
-        assert cache.stats.bytes <= cache.stats.limit
-        held = {entry.copy[1] for entry in cache._used}
-        assert all(len(seen) == 2 or seen[:-2] in held for seen in held)
-        assert len(cuts) == 0 or cuts[0] in held  # the latest prompt's beginning is there
-
-
-def test_the_least_recently_used_makes_room():
-    model = types.SimpleNamespace(program=Counting, chunk=2)
-    cache = kj.PrefixCache(model, 30)
-    for prompt in ([1, 1], [2, 2], [3, 3]):
-        cache.add(prompt, 0, prompt)
-    cache.restore([], 0, [1, 1, 9])
-    cache.add([4, 4], 0, [4, 4])
-    known = {n: cache.restore([], 0, [n, n])[1] for n in (1, 2, 3, 4)}
-    assert known == {1: 2, 2: 0, 3: 2, 4: 2}
-    assert dataclasses.astuple(cache.stats) == (3, 30, 30, 5, 4, 8, 1)
-    cache.clear()
-    assert cache.restore([], 0, [1, 1])[1] == 0 and cache.stats.entries == 0
-
-
-def test_what_lost_its_beginning_is_not_kept():
-    """Two prompts in turns, one of which has to make room."""
-    cache = kj.PrefixCache(types.SimpleNamespace(program=Counting, chunk=2), 20)
-    first, second = [1, 1, 2, 2], [3, 3, 4, 4]
-    for prompt in (first[:2], second[:2], first, second):
-        cache.add(prompt, 0, prompt)
-    assert [cache.restore([], 0, ids)[1] for ids in (first, second, second[2:])] == [4, 0, 0]
-
-
-@given(st.integers(1, 9), st.integers(1, 5), st.integers(1, 20))
-@settings(max_examples=50, deadline=None)
-def test_a_window_holds_what_any_rank_gets_of_a_chunk(block, ranks, size):
-    stripes = Stripes(block, ranks)
-    owner = stripes.owner(np.arange(size * block * ranks))
-    chunks = owner.reshape(-1, size)
-    most = max((chunks == rank).sum(1).max() for rank in range(ranks))
-    assert stripes.window(size) == most
-
-
-# Conversations
-
-
-def cold(model, whole, **options):
-    return model.generate([whole], **{**EVERY, **options})[0]
-
-
-def near(warm, wanted):
-    assert (warm.tokens, warm.finish_reason) == (wanted.tokens, wanted.finish_reason)
-    for mine, theirs in zip(warm.logprobs, wanted.logprobs, strict=True):
-        mine, theirs = dict(mine.top), dict(theirs.top)
-        assert mine == pytest.approx(theirs, abs=1e-4)
+    return load(folder)
 
 
 def test_a_turn_computes_only_what_is_new(model, monkeypatch):
     """Equal ids, and log-probabilities within 1e-4 of a cold run, while the memory grows."""
-    monkeypatch.setattr(reuse, "ROOM", 32)
+    monkeypatch.setattr(session_state, "ROOM", 32)
     session, whole, state = model.session(), [], 0
     for turn, count in enumerate((20, 1, 70, 16)):
         whole += ids(count, turn)
@@ -450,7 +255,7 @@ def test_a_state_that_the_devices_cannot_hold_leaves_a_session_as_it_was(one, mo
         raise kj.PlacementError("too large")
 
     longer = ids(60, 1)
-    monkeypatch.setattr(reuse, "ROOM", 16)
+    monkeypatch.setattr(session_state, "ROOM", 16)
     session._state = dataclasses.replace(session._state, max_length=16)
     before["_state"] = session._state
     with monkeypatch.context() as patch:

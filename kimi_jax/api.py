@@ -1,0 +1,98 @@
+"""What users hold: `load` gives a `Model`, which computes logits and writes text."""
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from .checkpoint.reader import Checkpoint
+from .config.config import Config
+from .errors import shown
+from .generation.chat import ChatStream, Reply, chat
+from .generation.generate import Completion, Event, generate, stream
+from .generation.prompts import TextRunner
+from .generation.sessions import Session
+from .model.state import Forms
+from .numerics import is_whole
+from .parallel.placement import Placement
+from .runtime.program import make_program, mesh_and_placement
+from .runtime.weights import load_weights
+from .text.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Model(TextRunner):
+    """A decoder ready to run: `logits`, `new_state`, `prefill`, `decode`, and text through
+    `generate`, `stream` and `chat`.
+    """
+
+    def generate(self, prompts: Any, **options: Any) -> list[Completion]:
+        """Continue each prompt; see `kimi_jax.generation.generate.generate` for the options."""
+        return generate(self, prompts, **options)
+
+    def stream(self, prompt: Any, **options: Any) -> Iterator[Event]:
+        """Continue one prompt, yielding events as text is made; see
+        `kimi_jax.generation.generate.stream`.
+        """
+        return stream(self, prompt, **options)
+
+    def chat(
+        self,
+        messages: Any,
+        tools: Any = None,
+        thinking: bool = True,
+        stream: bool = False,
+        **options: Any,
+    ) -> Reply | ChatStream:
+        """Reply to a conversation, at once or as a stream of events; see
+        `kimi_jax.generation.chat.chat` for messages, tools and options.
+        """
+        return chat(self, messages, tools, thinking, stream, **options)
+
+    def session(self, max_length: int | None = None) -> Session:
+        """A conversation that keeps its state between turns: `generate`, `stream`, `chat`. Its
+        caches grow as it does, or are allocated once for `max_length` tokens in all.
+        """
+        return Session(self, max_length)
+
+
+def load(
+    path: str | os.PathLike,
+    mesh: Mesh | None = None,
+    placement: Placement | None = None,
+    dtype: DTypeLike | None = None,
+    *,
+    chunk: int | None = None,
+    scan: bool | None = None,
+    forms: Forms | None = None,
+    progress: bool | None = None,
+) -> Model:
+    """A `Model` from a Hugging Face folder (config.json, safetensors shards and their index,
+    tokenizer files if any).
+
+    `dtype`: "float32" (default on CPU), "bfloat16" (default elsewhere) or "float64". `chunk`: most
+    tokens of a row in one prefill program. `scan`: compile equal groups of layers once (default: on
+    accelerators and for deep models); `forms`: definitions in place of fast forms. `progress`: show
+    a bar (default: for loads over a second, on a terminal). All that the headers show to be
+    wrong is raised in one error before anything is allocated; so is a model that its devices'
+    memory cannot hold, with the plan of what each would hold. Each process reads the slices of its
+    own devices, once.
+    """
+    if chunk is not None and not is_whole(chunk, 1, 2**31 - 1):
+        raise ValueError(f"chunk must be a positive whole number of tokens, got {shown(chunk)}")
+    chunk = chunk or (256 if jax.default_backend() == "cpu" else 4096)
+    mesh, placement = mesh_and_placement(mesh, placement)
+    placement = placement.within(chunk)
+    config = Config.from_hf(path)
+    with Checkpoint(path, config) as checkpoint:
+        program = make_program(
+            config, mesh, placement, dtype, packed=checkpoint.packed, scan=scan, forms=forms
+        )
+        program.refuse_what_exceeds(batch=1, context=1)
+        tokenizer = Tokenizer.from_folder(path, config.vocab) if Tokenizer.is_in(path) else None
+        weights = load_weights(program, checkpoint.read, progress)
+    return Model(program, weights, tokenizer, chunk=chunk)

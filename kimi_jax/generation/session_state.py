@@ -1,0 +1,120 @@
+"""The state of a conversation between its turns, as the engine asks for it.
+
+A recurrent state cannot be shortened: it is valid for exactly the tokens that it has seen. So
+copies of it are kept where prompts end, and the state goes back to one of them or to nothing.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ..errors import PromptError, shown
+from ..model.state import State
+from ..numerics import is_whole
+from ..parallel.collectives import DATA
+from ..parallel.placement import to_device, to_host
+from ..runtime.runner import Runner
+
+ROOM = 2048  # tokens that a session has room for at first
+
+
+class SessionState:
+    """The tokens of a conversation, the state that has seen some of them, and copies of that state
+    where the latest two prompts ended.
+    """
+
+    def __init__(self, model: Runner, max_length: int | None = None):
+        limit = model.config.max_positions
+        if max_length is not None and not is_whole(max_length, 2, limit):
+            raise ValueError(
+                f"max_length must be a whole number of tokens in 2..{limit}, "
+                f"got {shown(max_length)}"
+            )
+        self.model = model
+        self.max_length = max_length or limit
+        self.tokens: list[int] = []  # the conversation so far
+        self._fixed = max_length is not None
+        self._state: State | None = None
+        self._seen: list[int] = []  # what the state has taken in
+        self._marks: list[tuple[int, State]] = []  # lengths of the latest prompts, memories there
+        self._turn: Any = None
+
+    def reset(self) -> None:
+        """Forget the conversation; the memory stays for the next one."""
+        self.end_turn()
+        self.tokens, self._seen, self._marks = [], [], []
+
+    def end_turn(self, follow: Any = None) -> None:
+        """Close the stream of the turn that runs, if any; `follow` is the next one's."""
+        turn, self._turn = self._turn, follow
+        if turn is not None:
+            turn.close()
+
+    def refuse_other(self, model: Runner) -> None:
+        """Raise `PromptError` for another model than this session's."""
+        mine = self.model
+        if mine.program is not model.program or mine.weights is not model.weights:
+            raise PromptError("the session is of another model")
+
+    def resume(self, ids: Sequence[int], length: int) -> tuple[State, int]:
+        """The state for a prompt of such ids, with room for so many tokens, and how many of the
+        ids it has seen. It is the engine's until `keep`.
+        """
+        state, marks, seen = self._state, self._marks, self._seen
+        if state is None:
+            state, marks, seen = self.model.new_state(1, self._room(length)), [], []
+        elif state.max_length < length:
+            state = self._grown(state, self._room(length))
+        # Nothing has changed so far: a state that the devices cannot hold was refused.
+        self._state, self._marks, self._seen = None, marks, []
+        shared = _shared(seen, ids)
+        if shared < len(seen):
+            state, shared = self._return(state, shared)
+        rows = NamedSharding(self.model.mesh, PartitionSpec(DATA))
+        begins = np.zeros(len(state.length), np.int32)
+        begins[0] = shared
+        return dataclasses.replace(state, length=to_device(begins, rows)), shared
+
+    def mark(self, state: State, length: int) -> None:
+        """A prompt of such a length ends here: its memories are copied. Those of the prompt before
+        are kept too, for a turn that is asked again.
+        """
+        self._marks = [*self._marks[-1:], (length, self.model.program.take(state, 0, 0, 0))]
+
+    def keep(self, state: State, ids: Sequence[int]) -> None:
+        """Take the state back, unless a step that was broken off has consumed it; `ids` begin with
+        what it has seen.
+        """
+        if not any(x.is_deleted() for x in jax.tree.leaves(state)):
+            self._state, self._seen = state, list(ids[: int(to_host(state.length)[0])])
+
+    def _return(self, state: State, shared: int) -> tuple[State, int]:
+        """Back to the last mark among the first `shared` tokens; to none where there is no such."""
+        self._marks = [(length, copy) for length, copy in self._marks if length <= shared]
+        if not self._marks:
+            return state, 0
+        length, copy = self._marks[-1]
+        return self.model.program.put(state, 0, copy, length), length
+
+    def _room(self, length: int) -> int:
+        """Slots for so many tokens: growth is rare, as each size compiles its own programs."""
+        slots = self.max_length if self._fixed else ROOM
+        while slots < length:
+            slots *= 4
+        return min(slots, self.max_length)
+
+    def _grown(self, state: State, S: int) -> State:
+        slots = self.model.program.stripes.slots(state.max_length)
+        row = self.model.program.take(state, 0, 0, slots)
+        return self.model.program.put(self.model.new_state(1, S), 0, row, 0)
+
+
+def _shared(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many ids two sequences begin with alike."""
+    n = min(len(first), len(second))
+    differ = np.flatnonzero(np.asarray(first[:n]) != np.asarray(second[:n]))
+    return int(differ[0]) if differ.size else n
