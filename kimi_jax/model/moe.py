@@ -19,7 +19,7 @@ from ..parallel import collectives
 from ..parallel.collectives import of_bits, to_bits
 from ..parallel.reductions import SUM
 from . import mxfp4
-from .layers import MLP, Expert, linear, linear_wide, rms_norm, situ, weight
+from .layers import HIGHEST, MLP, Expert, linear, linear_wide, rms_norm, situ, weight
 from .state import Step
 
 
@@ -120,7 +120,7 @@ def dense(
     hidden = situ(every(rows, w_gate), every(rows, w_up), experts.config).astype(z.dtype)
     outputs = widen(every(hidden, w_down))
     chosen = jax.nn.one_hot(ids, w_gate.shape[0], dtype=weights.dtype)
-    return jnp.einsum("pae,pa,epl->pl", chosen, weights, outputs)
+    return jnp.einsum("pae,pa,epl->pl", chosen, weights, outputs, precision=HIGHEST)
 
 
 def block_rows(rows: int) -> int:
