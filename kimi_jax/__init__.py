@@ -25,7 +25,7 @@ from .errors import (
     RequestError,
     TokenizerError,
 )
-from .generation.chat import ChatEvent, ChatStream, Reply, ToolCall
+from .generation.chat import ChatStream, Reply
 from .generation.generate import Completion, Event, Usage
 from .generation.prefix_cache import CacheStats, PrefixCache
 from .generation.sessions import Session
@@ -34,6 +34,7 @@ from .parallel.reductions import copy_engine_flags
 from .runtime.memory import Plan, plan
 from .runtime.reshard import load_state, move
 from .runtime.sampling import Greedy, Sample, TokenLogprob
+from .text.reply_parser import ChatEvent, ToolCall
 
 __all__ = [
     "CacheStats",

@@ -15,17 +15,21 @@ EXAMPLES = """\
   kimi-jax chat /path/to/checkpoint
   kimi-jax chat /path/to/checkpoint --system "Answer in one sentence." --temperature 0.6
   kimi-jax chat /path/to/checkpoint --no-thinking < questions.txt > answers.txt
+  kimi-jax chat /path/to/checkpoint --tools tools.json --tool-choice required
+  kimi-jax chat /path/to/checkpoint --thinking-effort low --response-format schema.json
 
-Thinking is shown dimmed. /help lists what can be typed beside text: /reset, /stats, /quit. A line
-that ends in \\ goes on in the next one; lines between two lines of \"\"\" are one turn. Ctrl-C ends
-a reply, and leaves at the prompt, as Ctrl-D does. Without a terminal each line of standard input is
-a turn; answers go to standard output, thinking to standard error. The small model of the package
-has read one book and no conversation: it goes on in the manner of that book."""
+Thinking is shown dimmed. Tool calls are shown and not run; a format is asked for and not enforced.
+/help lists what can be typed beside text: /reset, /tools, /stats, /quit. A line that ends in \\ goes
+on in the next one; lines between two lines of \"\"\" are one turn. Ctrl-C ends a reply, and leaves
+at the prompt, as Ctrl-D does. Without a terminal each line of standard input is a turn; answers go
+to standard output, thinking to standard error. The small model of the package has read one book and
+no conversation: it goes on in the manner of that book."""
 
 
 def add(commands: Any) -> None:
     """Add the command and its options to a parser."""
-    from ..generation.chat import EFFORTS, MAX_NEW_TOKENS, TEMPERATURE, TOP_P
+    from ..generation.chat import MAX_NEW_TOKENS, TEMPERATURE, THINKING_EFFORT, TOP_P
+    from ..text.conversation import EFFORTS, TOOL_CHOICES
 
     command = add_command(commands, "chat", run, "hold a conversation", EXAMPLES)
     add_mesh(command)
@@ -45,13 +49,26 @@ def add(commands: Any) -> None:
         default=True,
         help="let the model think before it answers (on)",
     )
-    add("--thinking-effort", choices=EFFORTS, help="tell the model how much to think (nothing)")
+    add(
+        "--thinking-effort",
+        choices=(*EFFORTS, "unsaid"),
+        default=THINKING_EFFORT,
+        help=f"tell the model how much to think ({THINKING_EFFORT})",
+    )
+    add("--tools", type=Path, metavar="FILE", help="declare tools: a JSON list of functions")
+    add("--tool-choice", choices=TOOL_CHOICES, help="whether it must or must not call tools (auto)")
+    add(
+        "--response-format",
+        default="text",
+        metavar="FORMAT",
+        help="ask for JSON: json_object, or a file that holds a JSON schema (text)",
+    )
     add_sampling(command, MAX_NEW_TOKENS, TEMPERATURE, TOP_P)
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
-    from ..generation.chat import Markup
+    from ..text.chat_format import render
     from ..text.tokenizer import Tokenizer
     from .terminal import Conversation
 
@@ -61,12 +78,31 @@ def run(options: argparse.Namespace) -> int:
         )
     settings = sampling_options(options)
     check_folder(options.path)
-    has_text = Tokenizer.is_in(options.path)
-    Markup.of(Tokenizer.from_folder(options.path) if has_text else None)  # before weights are read
+    wishes = _wishes(options)
+    tokenizer = Tokenizer.from_folder(options.path) if Tokenizer.is_in(options.path) else None
+    greeting = [{"role": "system", "content": options.system or ""}]
+    render(tokenizer, greeting, **wishes)  # what cannot be is refused before weights are read
     use_compilation_cache()
     model = load_model(options.path, options)
     if options.path == SHIPPED:
         note("note: the small model of the package has read one book and no conversation")
-    settings |= {"thinking": options.thinking, "thinking_effort": options.thinking_effort}
-    Conversation(model, options.system, **settings).run()
+    Conversation(model, options.system, **settings, **wishes).run()
     return 0
+
+
+def _wishes(options: argparse.Namespace) -> dict[str, Any]:
+    """What the model is told beside the conversation."""
+    from ..text.conversation import RESPONSE_FORMATS
+    from .terminal import read_json_file
+
+    response_format = options.response_format
+    if response_format not in RESPONSE_FORMATS:
+        schema = read_json_file(response_format)
+        response_format = {"type": "json_schema", "json_schema": {"schema": schema}}
+    return {
+        "tools": read_json_file(options.tools) if options.tools else None,
+        "thinking": options.thinking,
+        "thinking_effort": None if options.thinking_effort == "unsaid" else options.thinking_effort,
+        "tool_choice": options.tool_choice,
+        "response_format": response_format,
+    }

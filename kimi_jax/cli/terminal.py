@@ -6,35 +6,40 @@ file or a pipe it gets the answers alone, and standard error the rest.
 
 import contextlib
 import dataclasses
+import os
 import re
 import sys
 from typing import Any
 
 from rich.console import Console
 
-from ..errors import ChatError, PromptError
+from ..errors import ChatError, FileError, PromptError
+from ..files import read_json
 from ..generation.chat import ChatStream, Reply
 from ..generation.generate import Usage
+from ..text.chat_format import render
 
 HELP = """\
-/reset   begin a new conversation (the system prompt stays)
-/stats   tokens and speed
-/help    this text
-/quit    leave, as Ctrl-D does
+/reset        begin a new conversation (the system prompt stays)
+/tools FILE   declare more tools from here on: a JSON list of functions
+/stats        tokens and speed
+/help         this text
+/quit         leave, as Ctrl-D does
 A line that ends in \\ goes on in the next one; lines between two lines of \"\"\" are one turn.
-Ctrl-C ends a reply that is being made; at the prompt it leaves."""
+Ctrl-C ends a running reply; at the prompt it leaves."""
+_JSON_BYTES = 2**24  # largest file of tools, or of a schema
 _BLOCK = '"""'
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class Screen:
-    """Where answers and remarks go."""
+    """Where answers and remarks are written."""
 
     def __init__(self) -> None:
         self._out = Console(markup=False, highlight=False)
-        self.is_one = self._out.is_terminal
-        beside = Console(stderr=True, markup=False, highlight=False)
-        self._aside = self._out if self.is_one else beside
+        self.is_terminal = self._out.is_terminal
+        err = Console(stderr=True, markup=False, highlight=False)
+        self._aside = self._out if self.is_terminal else err
 
     def answer(self, text: str) -> None:
         """A piece of an answer."""
@@ -63,20 +68,20 @@ class Screen:
 
 @dataclasses.dataclass
 class Total:
-    """What the replies since the last reset have taken."""
+    """Counts over the replies since the last reset."""
 
     replies: int = 0
     tokens: int = 0
     last: Usage | None = None
 
     def add(self, usage: Usage) -> None:
-        """Counts one more reply."""
+        """Count one more reply."""
         self.replies += 1
         self.tokens += usage.generated_tokens
         self.last = usage
 
-    def say(self, context: int) -> str:
-        """The counts, and the speed of the last reply."""
+    def summary(self, context: int) -> str:
+        """The counts, and the speed of the last reply; `context` in tokens."""
         if self.last is None:
             return "no reply yet"
         usage = self.last
@@ -87,7 +92,7 @@ class Total:
             f"replies {self.replies}, their tokens {self.tokens:,}",
             f"context {used:,} of {context:,} tokens",
             f"last reply: {usage.prompt_tokens:,} prompt tokens, {usage.cached_tokens:,} of them "
-            f"known, in {usage.prefill_seconds:.2f} s, "
+            f"cached, in {usage.prefill_seconds:.2f} s, "
             f"{usage.generated_tokens:,} new tokens at {speed:.1f} tok/s",
         )
         return "\n".join((*lines, *(["compiling included"] if self.replies == 1 else [])))
@@ -96,9 +101,9 @@ class Total:
 class Conversation:
     """Turns typed or piped in, and the model's replies to them, until the input ends or /quit.
 
-    Ctrl-C ends a reply, which stays in the conversation as far as it came; at the prompt it raises
-    KeyboardInterrupt. On a terminal a turn that cannot run is said and left out; without one it
-    raises, as nobody would see it.
+    `options` are those of `session.chat`. Ctrl-C ends a reply, which stays in the conversation as
+    far as it came; at the prompt it raises KeyboardInterrupt. On a terminal a turn that cannot run
+    is reported and left out; without one it raises, so that a script notices.
     """
 
     def __init__(self, model: Any, system: str | None = None, seed: int = 0, **options: Any):
@@ -115,22 +120,22 @@ class Conversation:
                 import readline  # noqa: F401 - a history and can be edited
 
     def reset(self) -> None:
-        """Forgets all but the system prompt."""
+        """Forget all but the system prompt."""
         self.messages = [{"role": "system", "content": self._system}] if self._system else []
         self.total = Total()
         self._session.reset()
 
     def run(self) -> None:
-        """Takes turns until the end."""
+        """Run turns until the end."""
         if self._is_typed:
-            self._screen.remark("/help says what can be typed here")
+            self._screen.remark("/help lists what can be typed here")
         while (turn := self._read()) is not None:
             text, is_block = turn
             if not is_block and text.startswith("/"):
                 if not self._obey(text.strip()):
                     return
             elif text.strip():
-                self._take(text)
+                self._run_turn(text)
 
     def _read(self) -> tuple[str, bool] | None:
         """The next turn and whether it was a block of lines; None at the end of the input."""
@@ -154,26 +159,43 @@ class Conversation:
         except EOFError:
             return None
         except UnicodeDecodeError as error:
-            raise ChatError(f"the input is no text: {error}") from error
+            raise ChatError(f"the input is not text: {error}") from error
 
     def _obey(self, command: str) -> bool:
-        """Does what a command says; false when that is to leave."""
-        if command == "/reset":
+        """Run a command; false when it is to leave."""
+        name, _, argument = command.partition(" ")
+        if name == "/tools":
+            self._declare(argument.strip())
+        elif command == "/reset":
             self.reset()
             self._screen.remark("a new conversation")
         elif command == "/stats":
-            self._screen.remark(self.total.say(self._model.config.max_positions))
+            self._screen.remark(self.total.summary(self._model.config.max_positions))
         elif command == "/help":
             self._screen.remark(HELP)
         elif command != "/quit":
             self._screen.remark(f"no such command: {command} (/help lists them)")
         return command != "/quit"
 
-    def _take(self, text: str) -> None:
+    def _declare(self, path: str) -> None:
+        """Declare the tools in a file from here on."""
+        try:
+            if not path:
+                raise ChatError("/tools needs the name of a file")
+            message = {"role": "system", "tools": read_json_file(path)}
+            render(self._model.tokenizer, [message])
+        except (ChatError, FileError) as error:
+            if not self._is_typed:
+                raise
+            return self._screen.remark(f"error: {error}")
+        self.messages.append(message)
+        self._screen.remark("declared")
+
+    def _run_turn(self, text: str) -> None:
         """One turn and its reply."""
         messages = [*self.messages, {"role": "user", "content": text}]
         seed, replies = self._seed, self.total.replies
-        if replies:  # one seed would draw alike in each reply
+        if replies:  # the same seed would draw the same way in each reply
             seed = (seed + replies) % 2**31
         try:
             reply = self._show(
@@ -184,12 +206,12 @@ class Conversation:
                 raise
             return self._screen.remark(f"error: {error}")
         message = reply.message
-        message.pop("tool_calls", None)  # nobody here runs tools, and a call must have a result
+        message.pop("tool_calls", None)  # no tool runs here, and a call must have a result
         self.messages = [*messages, message]
         self.total.add(reply.usage)
 
     def _show(self, stream: ChatStream) -> Reply:
-        """Writes a reply as it comes."""
+        """Write a reply as it comes."""
         kind = None
         try:
             for event in stream:
@@ -206,12 +228,17 @@ class Conversation:
             stream.close()
         if kind == "thinking":
             self._screen.aside("\n")
-        if kind != "thinking" or not self._screen.is_one:
+        if kind != "thinking" or not self._screen.is_terminal:
             self._screen.end_answer()
         reply = stream.reply
-        remarks = {"length": "cut: as long as it may be", "interrupted": "interrupted"}
+        remarks = {"length": "cut off: no more tokens allowed", "interrupted": "interrupted"}
         if reply.finish_reason in remarks:
             self._screen.remark(f"[{remarks[reply.finish_reason]}]")
         for problem in reply.problems:
             self._screen.remark(f"[{problem}]")
         return reply
+
+
+def read_json_file(path: str | os.PathLike[str]) -> Any:
+    """The JSON in a file that the user named, of at most 16 MiB. Raises `FileError`."""
+    return read_json(path, _JSON_BYTES)
