@@ -9,6 +9,7 @@ import dataclasses
 import os
 import re
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
@@ -18,6 +19,7 @@ from ..files import read_json
 from ..generation.chat import ChatStream, Reply
 from ..generation.generate import Usage
 from ..text.chat_format import render
+from ..text.reply_parser import ChatEvent
 
 HELP = """\
 /reset        begin a new conversation (the system prompt stays)
@@ -213,19 +215,16 @@ class Conversation:
     def _show(self, stream: ChatStream) -> Reply:
         """Write a reply as it comes."""
         kind = None
-        try:
-            for event in stream:
-                if kind == "thinking" and event.kind != kind:
-                    self._screen.aside("\n")
-                kind = event.kind
-                if event.tool_call:
-                    self._screen.remark(f"\n[calls {event.tool_call}]")
-                elif kind == "thinking":
-                    self._screen.aside(event.text)
-                else:
-                    self._screen.answer(event.text)
-        except KeyboardInterrupt:
-            stream.close()
+        for event in _until_interrupted(stream):
+            if kind == "thinking" and event.kind != kind:
+                self._screen.aside("\n")
+            kind = event.kind
+            if event.tool_call:
+                self._screen.remark(f"\n[calls {event.tool_call}]")
+            elif kind == "thinking":
+                self._screen.aside(event.text)
+            else:
+                self._screen.answer(event.text)
         if kind == "thinking":
             self._screen.aside("\n")
         if kind != "thinking" or not self._screen.is_terminal:
@@ -237,6 +236,15 @@ class Conversation:
         for problem in reply.problems:
             self._screen.remark(f"[{problem}]")
         return reply
+
+
+def _until_interrupted(stream: ChatStream) -> Iterator[ChatEvent]:
+    """The events of a reply; Ctrl-C ends it, and what was held back then follows."""
+    try:
+        yield from stream
+    except KeyboardInterrupt:
+        stream.close()
+        yield from stream
 
 
 def read_json_file(path: str | os.PathLike[str]) -> Any:

@@ -1,12 +1,13 @@
 """`kimi-jax chat`: turns typed and piped in, commands, Ctrl-C, what a terminal shows."""
 
 import io
+import json
 import re
 import subprocess
 import sys
 
 import pytest
-from chats import RANKS, TOKENIZER, Script, call_of, ids, write_model
+from chats import RANKS, TOKENIZER, WEATHER, Script, call_of, ids, write_model
 from conftest import ROOT
 
 import kimi_jax as kj

@@ -2,6 +2,7 @@
 
 import re
 
+from chats import Script
 from conftest import ROOT
 
 import kimi_jax as kj
@@ -26,6 +27,25 @@ def test_the_python_of_generation_and_reuse_runs(monkeypatch, capsys):
         exec(compile(block[1], "README.md", "exec"), names)
     assert len(names["replies"]) == 3 and not any(one.error for one in names["replies"])
     assert names["reply"].usage.cached_tokens > 20 and names["cache"].stats.lookups == 2
+
+
+def test_the_python_of_chat_runs(monkeypatch, capsys):
+    """The shipped model calls no tools, so its first reply is written here."""
+    monkeypatch.chdir(ROOT)
+    model = kj.load("kimi_jax/shipped")
+    call = model.tokenizer.encode(
+        '<|close|>think<|sep|><|open|>tools<|sep|><|open|>call tool="weather" index="1"<|sep|>'
+        '<|open|>argument key="city" type="string"<|sep|>Oslo<|close|>argument<|sep|>'
+        "<|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|><|end_of_msg|>",
+        markers=True,
+    )
+    script = Script(model, monkeypatch, call, call[:3], call[:3])
+    names = {"model": model, "weather": lambda city: f"rain in {city}"}
+    block = re.search(r"```python\n(city = .*?)```", TEXT, re.S)
+    exec(compile(block[1], "README.md", "exec"), names)
+    assert [m["role"] for m in names["messages"]] == ["user", "assistant", "tool"]
+    assert "rain in Oslo" in model.tokenizer.decode(script.prompts[1])
+    assert names["stream"].reply.tokens == call[:3] and capsys.readouterr().out == "\n"
 
 
 def test_the_first_screen_is_25_lines():

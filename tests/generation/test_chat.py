@@ -99,12 +99,30 @@ def test_streamed_equals_unstreamed(model, thinking):
     assert "".join(e.text for e in events if e.kind == "text") == reply.text
     assert "".join(e.text for e in events if e.kind == "thinking") == reply.thinking
     sampling = kj.Sample(1.0, top_p=0.95)
-    prompt = chat_format.render(TOKENIZER, [USER], thinking=thinking)
+    prompt = chat_format.render(TOKENIZER, [USER], thinking=thinking, thinking_effort="max")
     (plain,) = model.generate([prompt], sampling=sampling, seed=5, max_new_tokens=24)
     assert plain.tokens == reply.tokens and reply.usage.prompt_tokens == len(prompt)
     assert model.chat([USER], sampling=sampling, **options).tokens == reply.tokens
     cold = model.chat([USER], temperature=0.0, thinking=thinking, max_new_tokens=8).tokens
     assert cold == model.generate([prompt], max_new_tokens=8)[0].tokens
+
+
+def test_the_model_is_told_what_the_options_say(model, monkeypatch):
+    """In `model.chat` and `session.chat` alike; effort is "max" unless another is named."""
+    script = Script(model, monkeypatch, "<|end_of_msg|>")
+    later = [USER, {"role": "system", "content": "", "tools": [WEATHER]}, USER]
+    for chat in (model.chat, model.session().chat):
+        for options in (
+            {},
+            {"thinking_effort": "low"},
+            {"thinking_effort": None},
+            {"tool_choice": "required", "response_format": "json_object"},
+        ):
+            assert chat(later, [WEATHER], **options).finish_reason == "stop"
+            expected = rendered(later, [WEATHER], **{"thinking_effort": "max", **options})
+            assert TOKENIZER.decode(script.prompts[-1]) == expected
+    with pytest.raises(kj.ChatError, match="tool_choice must be"):
+        model.chat([USER], tool_choice={"function": {}})
 
 
 def test_what_cannot_run_is_refused_at_once(model):
