@@ -331,7 +331,7 @@ def test_a_session_leaves_no_prefix_that_a_cold_run_would_not(one):
 def test_a_chat_of_a_session_equals_one_without(shipped):
     """Turn by turn, the whole conversation given; what is written as it was made is known."""
     model = shipped
-    session, messages, before = model.session(max_length=256), [], 0
+    session, messages, before = model.session(max_length=512), [], 0
     for text in ("Alice", "and the Queen?", "why"):
         messages.append({"role": "user", "content": text})
         options = dict(max_new_tokens=12, temperature=0.0)
