@@ -29,7 +29,8 @@ from .generation.chat import ChatStream, Reply
 from .generation.generate import Completion, Event, Usage
 from .generation.prefix_cache import CacheStats, PrefixCache
 from .generation.sessions import Session
-from .parallel.placement import Placement, make_mesh
+from .parallel.mesh import make_mesh
+from .parallel.placement import Placement
 from .parallel.reductions import copy_engine_flags
 from .runtime.memory import Plan, plan
 from .runtime.reshard import load_state, move

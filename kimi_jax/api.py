@@ -18,8 +18,9 @@ from .generation.prompts import TextRunner
 from .generation.sessions import Session
 from .model.state import Forms
 from .numerics import is_whole
-from .parallel.placement import Placement
-from .runtime.program import make_program, mesh_and_placement
+from .parallel.mesh import as_mesh
+from .parallel.placement import Placement, as_placement
+from .runtime.program import make_program
 from .runtime.weights import load_weights
 from .text.tokenizer import Tokenizer
 
@@ -62,8 +63,8 @@ class Model(TextRunner):
 
 def load(
     path: str | os.PathLike,
-    mesh: Mesh | None = None,
-    placement: Placement | None = None,
+    mesh: Mesh | Any = None,
+    placement: Placement | Any = None,
     dtype: DTypeLike | None = None,
     *,
     chunk: int | None = None,
@@ -85,8 +86,8 @@ def load(
     if chunk is not None and not is_whole(chunk, 1, 2**31 - 1):
         raise ValueError(f"chunk must be a positive whole number of tokens, got {shown(chunk)}")
     chunk = chunk or (256 if jax.default_backend() == "cpu" else 4096)
-    mesh, placement = mesh_and_placement(mesh, placement)
-    placement = placement.within(chunk)
+    mesh = as_mesh(mesh)
+    placement = as_placement(placement).within(chunk)
     config = Config.from_hf(path)
     with Checkpoint(path, config) as checkpoint:
         program = make_program(

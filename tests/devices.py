@@ -11,8 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from oracles import bits
 
-from kimi_jax.parallel.collectives import DATA, MODEL
-from kimi_jax.parallel.placement import make_mesh
+from kimi_jax.parallel.mesh import DATA, MODEL, make_mesh
 
 BOTH = (DATA, MODEL)
 

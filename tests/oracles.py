@@ -20,7 +20,7 @@ from kimi_jax.model.mla import MLA
 from kimi_jax.model.moe import Experts
 from kimi_jax.model.state import Forms, KDAState, MLAState, Step, cache_dtype
 from kimi_jax.numerics import at_least_float32
-from kimi_jax.parallel.placement import make_mesh
+from kimi_jax.parallel.mesh import make_mesh
 
 # Norms, convolution, SiTU
 

@@ -162,6 +162,6 @@ def named_config(name: str) -> Any:
 
 def mesh_text(mesh: Any) -> str:
     """The sizes of a mesh and the kind of its devices, for a title."""
-    from ..parallel.placement import mesh_sizes, say_mesh
+    from ..parallel.mesh import mesh_sizes, sizes_text
 
-    return f"{say_mesh(mesh_sizes(mesh))} ({mesh.devices.flat[0].device_kind})"
+    return f"{sizes_text(mesh_sizes(mesh))} ({mesh.devices.flat[0].device_kind})"

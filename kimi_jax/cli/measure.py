@@ -27,8 +27,10 @@ from ..generation.engine import capacity
 from ..model.decoder import Stack, build, declare
 from ..model.mla import MLA
 from ..model.state import STATE_DIMS, State, Step, home_of
-from ..parallel.collectives import DATA, MODEL, all_reduce
-from ..parallel.placement import Placement, to_device
+from ..parallel.collectives import all_reduce
+from ..parallel.mesh import DATA, MODEL
+from ..parallel.placement import Placement
+from ..parallel.processes import to_device
 from ..parallel.reductions import Reduction, traffic
 from ..runtime.program import Program, default_dtype, make_program
 

@@ -13,8 +13,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..model.state import State
-from ..parallel.collectives import DATA
-from ..parallel.placement import to_device, to_host
+from ..parallel.mesh import DATA
+from ..parallel.processes import to_device, to_host
 from ..runtime.runner import Runner
 from ..runtime.sampling import Rows, TokenLogprob
 from .prefix_cache import PrefixCache

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import PromptError, shown
 from ..numerics import is_number, is_whole
-from ..parallel.placement import agree, together
+from ..parallel.processes import agree, together
 from ..runtime.progress import Progress
 from ..runtime.sampling import Sample, TokenLogprob, sampling_problems
 from ..text.stops import TextBuilder

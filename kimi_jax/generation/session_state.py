@@ -15,8 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ..errors import PromptError, shown
 from ..model.state import State
 from ..numerics import is_whole
-from ..parallel.collectives import DATA
-from ..parallel.placement import to_device, to_host
+from ..parallel.mesh import DATA
+from ..parallel.processes import to_device, to_host
 from ..runtime.runner import Runner
 
 ROOM = 2048  # tokens that a session has room for at first

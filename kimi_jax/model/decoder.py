@@ -18,7 +18,8 @@ from jaxtyping import Array, Float, Int
 from ..config.config import Config
 from ..numerics import at_least_float32
 from ..parallel import collectives
-from ..parallel.placement import Placement, Sizes, mesh_sizes
+from ..parallel.mesh import Sizes, mesh_sizes
+from ..parallel.placement import Placement
 from ..parallel.reductions import SUM
 from .kda import KDA
 from .layers import MLP, Expert, linear_wide, rms_norm, weight

@@ -15,7 +15,8 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 from ..config.config import Config
 from ..numerics import at_least_float32
 from ..parallel import collectives
-from ..parallel.collectives import MODEL, Axis, of_bits, to_bits
+from ..parallel.collectives import Axis, of_bits, to_bits
+from ..parallel.mesh import MODEL
 from ..parallel.reductions import SUM, traffic
 from .layers import HIGHEST, layer_norm, linear, linear_wide, weight
 from .state import Step, read_block

@@ -20,9 +20,9 @@ from jaxtyping import Array, Bool, Float, Int
 from ..config.config import Config
 from ..errors import RequestError, shown
 from ..parallel import collectives
-from ..parallel.collectives import DATA, MODEL
 from ..parallel.helix import Stripes
-from ..parallel.placement import Placement, Sizes
+from ..parallel.mesh import DATA, MODEL, Sizes
+from ..parallel.placement import Placement
 from ..parallel.reductions import SUM, Reduction
 
 ONE = {DATA: 1, MODEL: 1}  # the mesh of one device

@@ -14,10 +14,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped, UInt
 
 from ..numerics import widen
+from .mesh import MODEL
 from .reductions import SUM, Reduction, deals_of
 
-MODEL = "model"
-DATA = "data"
 Axis = str | Sequence[str]
 
 

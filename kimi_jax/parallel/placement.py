@@ -1,79 +1,28 @@
-"""Where everything lives: the mesh, the table dim -> mesh axis, and the `Placement` that answers
-for a run.
+"""How a model is partitioned over a mesh: the table dim -> mesh axis, and the `Placement` that
+answers for a run.
 
 One decoder serves every parallel system; a placement is a value given to it, never a second
 decoder.
 """
 
 import dataclasses
-import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeVar, cast
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-import jax
-import numpy as np
-from jax.experimental import multihost_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from ..config.config import Config
-from ..errors import PlacementError
-from .collectives import DATA, MODEL
+from ..errors import PlacementError, shown
+from ..numerics import is_whole
 from .helix import Stripes
+from .mesh import DATA, MODEL, Sizes, mesh_sizes, shard_counts, sizes_text
 from .reductions import Reduction, acting, choose
 
 # Leading letter of a dim -> the mesh axis that cuts it. `Placement.axes` says what cuts E
 # (experts), Y (latent projections, router), S (cached keys), M (heads of queries), O (heads of
 # values) and X (shared width); other letters are whole. An axis cuts one dim, the leftmost.
 AXIS_OF_DIM = {"B": DATA, "H": MODEL, "F": MODEL, "Z": MODEL}
-
-Done = TypeVar("Done")
-
-Sizes = Mapping[str, int]  # mesh axis -> ranks: all that shapes and checks need of a mesh
-
-
-def make_mesh(data: int = 1, model: int = 1) -> Mesh:
-    """A mesh of `data` x `model` devices out of those that JAX has, in their order.
-
-    `data` cuts the requests, `model` cuts heads, feed-forward widths, vocabulary and experts.
-    """
-    sizes = mesh_sizes({DATA: data, MODEL: model})
-    devices = jax.devices()
-    count = math.prod(sizes.values())
-    if count > len(devices):
-        raise PlacementError(
-            f"a mesh of {say_mesh(sizes)} needs {count} devices, "
-            f"JAX has {len(devices)} ({devices[0].platform})"
-        )
-    return jax.make_mesh(
-        (data, model),
-        (DATA, MODEL),
-        axis_types=(AxisType.Auto, AxisType.Auto),
-        devices=devices[:count],
-    )
-
-
-def mesh_sizes(mesh: Mesh | Sizes) -> dict[str, int]:
-    """The ranks of both axes, of a mesh or of a table of sizes; an axis left out has one rank."""
-    if isinstance(mesh, Mesh) and set(mesh.axis_names) != {DATA, MODEL}:
-        raise PlacementError(f"a mesh needs the axes data and model, got {mesh.axis_names}")
-    given = dict(mesh.shape) if isinstance(mesh, Mesh) else dict(mesh)
-    problems = [f"unknown mesh axis {name!r}" for name in given if name not in (DATA, MODEL)]
-    problems += [
-        f"mesh axis {name} must be a positive integer, got {size!r}"
-        for name, size in given.items()
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1
-    ]
-    if problems:
-        raise PlacementError("\n".join(problems))
-    return {DATA: 1, MODEL: 1, **given}
-
-
-def say_mesh(sizes: Sizes) -> str:
-    """A mesh in words."""
-    return f"data {sizes[DATA]} x model {sizes[MODEL]}"
-
 
 _CHOICES = {
     "rows": ("full", "sliced", "auto"),
@@ -86,6 +35,11 @@ _CHOICES = {
     "expert_axes": ((MODEL,), (DATA, MODEL)),
 }
 _PAD = ("heads", "experts", "vocab", "dense", "shared")
+
+# Any value is taken and then checked, so that one error names all that are wrong.
+Word = str | Any
+Words = Sequence[str] | Any
+Number = int | Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,58 +71,67 @@ class Placement:
     On one device every answer is the same program.
     """
 
-    rows: str = "full"
-    sliced_from: int = 0
-    keys: str = "whole"
-    helix_block: int = 64
-    exchange: str = "latents"
-    experts: str = "exchange"
-    local_below: int = 0
-    expert_axes: Sequence[str] = (MODEL,)
-    latent: str = "whole"
-    shared: str = "whole"
-    pad: Sequence[str] = ()
-    prefill_reduce: str = "sum"
-    prefill_ring_rows: int = 0
-    ring_pieces: int = 1
-    ring_fp32_hops: int = 0
-    ring_granule_rows: int = 0
+    rows: Word = "full"
+    sliced_from: Number = 0
+    keys: Word = "whole"
+    helix_block: Number = 64
+    exchange: Word = "latents"
+    experts: Word = "exchange"
+    local_below: Number = 0
+    expert_axes: Words = (MODEL,)
+    latent: Word = "whole"
+    shared: Word = "whole"
+    pad: Words = ()
+    prefill_reduce: Word = "sum"
+    prefill_ring_rows: Number = 0
+    ring_pieces: Number = 1
+    ring_fp32_hops: Number = 0
+    ring_granule_rows: Number = 0
 
     def __post_init__(self) -> None:
-        problems = list(self._tuples())
-        problems += [
-            f"{name} must be one of {', '.join(map(str, known))}, got {getattr(self, name)!r}"
-            for name, known in _CHOICES.items()
-            if getattr(self, name) not in known
-        ]
-        problems += [
-            f"pad: unknown dimension {name!r}, known are {', '.join(_PAD)}"
-            for name in self.pad
-            if name not in _PAD
-        ]
+        problems = [problem for name in _CHOICES for problem in self._choice_problems(name)]
+        problems += self._pad_problems()
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.type is int and (
-                isinstance(value, bool) or not isinstance(value, int) or value < 0
-            ):
-                problems.append(f"{field.name} must be a whole number >= 0, got {value!r}")
-        problems += [
-            f"{name} must be at least 1, got 0"
-            for name in ("ring_pieces", "helix_block")
-            if getattr(self, name) == 0
-        ]
+            if isinstance(field.default, int):
+                problems += self._number_problems(field.name)
         if problems:
             raise PlacementError("\n".join(problems))
 
-    def _tuples(self) -> Iterator[str]:
-        for name in ("expert_axes", "pad"):
-            value = getattr(self, name)
-            if isinstance(value, str) or not isinstance(value, Sequence):
-                yield f"{name} must be a list of names, got {value!r}"
-                value = dict(expert_axes=(MODEL,), pad=())[name]
-            object.__setattr__(self, name, tuple(dict.fromkeys(value)))
+    def _choice_problems(self, name: str) -> Iterator[str]:
+        value = getattr(self, name)
+        if name == "expert_axes":
+            if not _is_list_of_names(value):
+                yield f"expert_axes must be a list of names, got {shown(value)}"
+                return
+            value = tuple(dict.fromkeys(map(str, value)))
+        elif isinstance(value, str):
+            value = str(value)
+        if type(value) not in (str, tuple) or value not in _CHOICES[name]:
+            known = ", ".join(map(str, _CHOICES[name]))
+            yield f"{name} must be one of {known}, got {shown(value)}"
+        object.__setattr__(self, name, value)
 
-    def check(self, config: Config, mesh: Mesh | Sizes) -> None:
+    def _pad_problems(self) -> Iterator[str]:
+        if not _is_list_of_names(self.pad):
+            yield f"pad must be a list of names, got {shown(self.pad)}"
+            return
+        object.__setattr__(self, "pad", tuple(dict.fromkeys(map(str, self.pad))))
+        for name in self.pad:
+            if name not in _PAD:
+                yield f"pad: unknown dimension {shown(name)}, known are {', '.join(_PAD)}"
+
+    def _number_problems(self, name: str) -> Iterator[str]:
+        value, low = getattr(self, name), 1 if name in ("ring_pieces", "helix_block") else 0
+        if not is_whole(value, 0):
+            yield f"{name} must be a whole number >= {low}, got {shown(value)}"
+        elif value < low:
+            yield f"{name} must be at least {low}, got {value}"
+        elif value >= 2**63:
+            yield f"{name} must be below 2**63, got {shown(value)}"
+        else:
+            object.__setattr__(self, name, int(value))
+
+    def check(self, config: Config, mesh: Mesh | AbstractMesh | Sizes | Any) -> None:
         """Raise unless this placement can run `config` on `mesh`; nothing is allocated before.
 
         One `PlacementError` names every dimension that does not divide, with its size and the rank
@@ -181,7 +144,7 @@ class Placement:
             for name, size, ranks, pad in self._cuts(config, sizes)
             if size % ranks and pad not in self.pad
         ]
-        title = f"a mesh of {say_mesh(sizes)} does not divide:"
+        title = f"a mesh of {sizes_text(sizes)} does not divide:"
         lines = [title, *problems] if problems else []
         hops, most = self._reduction.fp32_hops, max(0, sizes[MODEL] - 2)
         if sizes[MODEL] > 1 and hops > most:
@@ -254,7 +217,7 @@ class Placement:
 
         `counts` says how many things a dim counts, where each (a head) takes several places.
         """
-        cut = cut_ranks(self.spec(dims), sizes)
+        cut = shard_counts(self.spec(dims), sizes)
         return tuple(
             -(-count // n) * n * (size // count)
             for size, count, n in zip(shape, counts, cut, strict=True)
@@ -298,73 +261,15 @@ class Placement:
         )
 
 
-def cut_ranks(spec: PartitionSpec, sizes: Sizes) -> tuple[int, ...]:
-    """In how many parts each dim is cut."""
-    every = (() if axes is None else (axes,) if isinstance(axes, str) else axes for axes in spec)
-    return tuple(math.prod(sizes[axis] for axis in axes) for axes in every)
+def as_placement(placement: Any = None) -> Placement:
+    """The placement that was given, the default one for None; `PlacementError` for other values."""
+    if placement is None:
+        return Placement()
+    if not isinstance(placement, Placement):
+        raise PlacementError(f"placement must be a Placement, got {shown(placement)}")
+    return placement
 
 
-def to_host(x: Array) -> np.ndarray:
-    """All of an array, wherever its parts are; every process must ask for it."""
-    if x.is_fully_addressable or x.is_fully_replicated:
-        return np.asarray(x)
-    return np.asarray(multihost_utils.process_allgather(x, tiled=True))
-
-
-def to_mesh(x: np.ndarray, sharding: NamedSharding) -> Array | np.ndarray:
-    """What a step takes for an array that every process holds alike.
-
-    One process gives the array itself, which the step places: a decode step of the shipped model
-    takes 3.2 ms so, and 3.6 where the array is made first.
-    """
-    if jax.process_count() == 1:
-        return x
-    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
-
-
-def to_device(x: np.ndarray, sharding: NamedSharding) -> Array:
-    """An array on the mesh, of one that every process holds alike."""
-    if jax.process_count() == 1:
-        return jax.device_put(x, sharding)
-    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
-
-
-def settle(what: str, error: BaseException | None) -> None:
-    """Raise on every process if any of them failed, so that all end alike."""
-    if jax.process_count() > 1:
-        failed = multihost_utils.process_allgather(np.array(error is not None))
-        if error is None and failed.any():
-            others = ", ".join(map(str, np.flatnonzero(failed)))
-            raise PlacementError(f"{what} failed on process {others}, and so on none succeeded")
-    if error is not None:
-        try:
-            raise error
-        finally:
-            del error  # its frames would hold it, and it them, and they arrays
-
-
-def together(what: str, action: Callable[[], Done]) -> Done:
-    """What `action` returns, on every process, or an error on every process."""
-    error, done = None, None
-    try:
-        done = action()
-    except Exception as problem:
-        error = problem
-    settle(what, error)
-    return cast(Done, done)
-
-
-def agree(what: str, *values: object) -> None:
-    """Raise `PlacementError` unless every process brings the same values: a step whose shapes
-    differ between processes would wait for ever. Costs nothing where there is one process.
-    """
-    if jax.process_count() == 1:
-        return
-    parts = [
-        v.tobytes() + repr(v.shape).encode() if isinstance(v, np.ndarray) else repr(v).encode()
-        for v in values
-    ]
-    digest = np.frombuffer(hashlib.sha256(b"|".join(parts)).digest(), np.int32)
-    every = multihost_utils.process_allgather(digest)
-    if (every != every[0]).any():
-        raise PlacementError(f"the processes disagree on {what}")
+def _is_list_of_names(value: Any) -> bool:
+    is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    return is_list and all(isinstance(name, str) for name in value)

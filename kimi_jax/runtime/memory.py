@@ -10,6 +10,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +21,9 @@ from ..config.config import Config
 from ..errors import PlacementError
 from ..model.decoder import Declared, Kimi, declare, kind_spans, new_state
 from ..model.state import STATE_DIMS
-from ..parallel.collectives import DATA, MODEL
 from ..parallel.helix import Stripes
-from ..parallel.placement import Placement, Sizes, cut_ranks, mesh_sizes, say_mesh
+from ..parallel.mesh import DATA, MODEL, Sizes, mesh_sizes, shard_counts, sizes_text
+from ..parallel.placement import Placement, as_placement
 from ..parallel.reductions import Reduction, Traffic, traffic, two_shot_rows
 
 CONTEXT = 4096  # tokens of a plan that names no context, where the model takes as many
@@ -242,8 +243,8 @@ class Plan:
 
 def plan(
     config: Config | str | os.PathLike,
-    mesh: Mesh | Sizes,
-    placement: Placement | None = None,
+    mesh: Mesh | Sizes | Any,
+    placement: Placement | Any = None,
     *,
     batch: int = 1,
     context: int | None = None,
@@ -260,7 +261,7 @@ def plan(
     config = config if isinstance(config, Config) else Config.from_hf(config)
     return Plan(
         config,
-        placement or Placement(),
+        as_placement(placement),
         sizes[DATA],
         sizes[MODEL],
         batch,
@@ -339,7 +340,7 @@ def _weight_bytes(
     sizes = {DATA: data, MODEL: model}
     terms = dict.fromkeys(WEIGHT_TERMS, 0)
     for (term, w), times in _declared(config, dtype, packed).items():
-        whole, cut = w.placed(place, sizes), cut_ranks(place.spec(w.dims), sizes)
+        whole, cut = w.placed(place, sizes), shard_counts(place.spec(w.dims), sizes)
         terms[term] += times * math.prod(whole) // math.prod(cut) * w.dtype.itemsize
     return terms
 
@@ -359,7 +360,7 @@ def _row_bytes(
         dims, term = STATE_DIMS[name], _STATE_TERMS[name]
         cut = math.prod(
             ranks
-            for dim, ranks in zip(dims, cut_ranks(place.spec(dims), sizes), strict=True)
+            for dim, ranks in zip(dims, shard_counts(place.spec(dims), sizes), strict=True)
             if dim not in ("B", "S")
         )
         nbytes = math.prod(array.shape) // cut * array.dtype.itemsize
@@ -420,7 +421,7 @@ def _ways(plan: Plan, memory: int, reserve: int) -> Iterator[str]:
     for how, one in (("", plan), (" with experts over data and model", wider)):
         found = _smallest_mesh(one, memory, reserve) if one else None
         if found:
-            yield f"on a mesh of {say_mesh(found.mesh)}{how}: {_say(found.total_bytes)} a device"
+            yield f"on a mesh of {sizes_text(found.mesh)}{how}: {_say(found.total_bytes)} a device"
             return
 
 

@@ -16,18 +16,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from ..config.config import Config
-from ..errors import PlacementError
 from ..model.decoder import Kimi, declare, new_state, spans
 from ..model.state import STATE_DIMS, Forms, State, Step, row_of, slots_of, with_row, with_slots
-from ..parallel.collectives import DATA, MODEL, all_gather, rank, ranks
+from ..parallel.collectives import all_gather, rank, ranks
 from ..parallel.helix import Stripes
-from ..parallel.placement import (
-    Placement,
-    make_mesh,
-    mesh_sizes,
-    say_mesh,
-)
+from ..parallel.mesh import DATA, MODEL, as_mesh, mesh_sizes, sizes_text
+from ..parallel.placement import Placement, as_placement
 from .memory import DTYPES, Plan, device_memory, plan, refuse_what_exceeds
+from .on_mesh import within
 from .sampling import Rows, sample
 from .state_files import save_state
 
@@ -114,7 +110,7 @@ class Program:
             problems.append(f"the state is {self.dtype}, the model {other.dtype}")
         moved = []
         if self.mesh != other.mesh:
-            moved.append(f"lives on another mesh than this model: {say_mesh(self.sizes)}")
+            moved.append(f"lives on another mesh than this model: {sizes_text(self.sizes)}")
         if mine.keys != theirs.keys:
             moved.append(f"has {mine.keys} keys, the model {theirs.keys} keys")
         elif self.stripes != other.stripes:
@@ -154,7 +150,8 @@ class Program:
         self, weights: dict, state: State, tokens: Any, lengths: Any
     ) -> tuple[Array, State]:
         """`step` for a state as users hold it."""
-        logits, following = self.step(weights, state.bare(), tokens, lengths)
+        step = within(self.mesh, self.step)
+        logits, following = step(weights, state.bare(), tokens, lengths)
         return logits, dataclasses.replace(following, batch=state.batch, home=self)
 
     def _merge(self, weights: dict[tuple, Array]) -> Kimi:
@@ -238,7 +235,7 @@ class Program:
             outputs = ((PartitionSpec(None, DATA),) * 5, specs)
             return self._shard(one, inputs, outputs)(weights, state, rows, n)
 
-        compiled = jax.jit(whole, donate_argnums=1)
+        compiled = within(self.mesh, jax.jit(whole, donate_argnums=1))
 
         def run(weights: dict, state: State, rows: Rows, n: int) -> tuple[tuple, State]:
             made, following = compiled(weights, state.bare(), rows, np.int32(n))
@@ -262,7 +259,7 @@ class Program:
             inputs = (specs, PartitionSpec(), specs, PartitionSpec())
             return self._on_mesh(one, inputs, specs)(state, row, other, slot)
 
-        compiled = jax.jit(whole, donate_argnums=2)
+        compiled = within(self.mesh, jax.jit(whole, donate_argnums=2))
 
         def run(state: State, row: int, other: State, slot: int) -> State:
             moved = compiled(state.bare(), np.int32(row), other.bare(), np.int32(slot))
@@ -293,7 +290,7 @@ class Program:
             step = functools.partial(one, width)
             return self._on_mesh(step, inputs, self.row_specs())(state, row, first)
 
-        compiled = jax.jit(whole, static_argnums=3)
+        compiled = within(self.mesh, jax.jit(whole, static_argnums=3))
         return lambda state, row, first, width: compiled(
             state.bare(), np.int32(row), np.int32(first), width
         )
@@ -322,7 +319,7 @@ class Program:
             inputs = (specs, PartitionSpec(), self.row_specs(), PartitionSpec())
             return self._on_mesh(one, inputs, specs)(state, row, copy, first)
 
-        compiled = jax.jit(whole, donate_argnums=0)
+        compiled = within(self.mesh, jax.jit(whole, donate_argnums=0))
 
         def run(state: State, row: int, copy: State, first: int) -> State:
             following = compiled(state.bare(), np.int32(row), copy, np.int32(first))
@@ -385,12 +382,12 @@ class Program:
     @functools.cached_property
     def jitted_logits(self) -> Callable:
         """`logits`, compiled."""
-        return jax.jit(self.logits)
+        return within(self.mesh, jax.jit(self.logits))
 
     @functools.cached_property
     def jitted_mixtures(self) -> Callable:
         """`mixtures`, compiled."""
-        return jax.jit(self.mixtures)
+        return within(self.mesh, jax.jit(self.mixtures))
 
 
 @functools.lru_cache(maxsize=128)
@@ -398,7 +395,8 @@ def state_maker(program: Program, batch: int, max_length: int) -> Callable[[], S
     """A compiled maker of empty states, kept: a request should not compile one anew."""
     specs = program.state_specs(max_length)
     shardings = jax.tree.map(lambda spec: NamedSharding(program.mesh, spec), specs)
-    return jax.jit(lambda: program.empty(batch, max_length), out_shardings=shardings)
+    made = jax.jit(lambda: program.empty(batch, max_length), out_shardings=shardings)
+    return within(program.mesh, made)
 
 
 def differences(mine: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
@@ -421,21 +419,10 @@ def default_dtype() -> str:
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
-def mesh_and_placement(mesh: Any, placement: Any) -> tuple[Mesh, Placement]:
-    """What was given, or the defaults: one device."""
-    mesh = make_mesh() if mesh is None else mesh
-    placement = Placement() if placement is None else placement
-    if not isinstance(mesh, Mesh):
-        raise PlacementError(f"mesh must come from make_mesh, got {mesh!r}")
-    if not isinstance(placement, Placement):
-        raise PlacementError(f"placement must be a Placement, got {placement!r}")
-    return mesh, placement
-
-
 def make_program(
     config: Config,
-    mesh: Mesh | None = None,
-    placement: Placement | None = None,
+    mesh: Mesh | Any = None,
+    placement: Placement | Any = None,
     dtype: DTypeLike | None = None,
     *,
     packed: bool = True,
@@ -454,7 +441,8 @@ def make_program(
             "dtype float64 needs 64-bit types: "
             "jax.config.update('jax_enable_x64', True) before loading"
         )
-    mesh, placement = mesh_and_placement(mesh, placement)
+    mesh = as_mesh(mesh)
+    placement = as_placement(placement)
     placement.check(config, mesh)
     platform = mesh.devices.flat[0].platform
     if scan is None:

@@ -17,10 +17,12 @@ from jaxtyping import Array
 from ..errors import PlacementError, RequestError
 from ..model.decoder import Span, holders, spans
 from ..model.state import STATE_DIMS, State, home_of
-from ..parallel.collectives import DATA
 from ..parallel.helix import Stripes
-from ..parallel.placement import Placement, agree, mesh_sizes, settle, to_host, together
+from ..parallel.mesh import DATA, mesh_sizes
+from ..parallel.placement import Placement
+from ..parallel.processes import agree, settle, to_host, together
 from .memory import device_memory
+from .on_mesh import own_mesh
 from .program import Program, differences, make_program
 from .runner import Runner
 from .state_files import (
@@ -37,7 +39,11 @@ Slice = tuple[tuple[int, int], ...]  # (start, stop) in each dim
 
 
 def move(
-    state: State, placement: Placement, mesh: Mesh | None = None, *, scan: bool | None = None
+    state: State,
+    placement: Placement | Any,
+    mesh: Mesh | Any = None,
+    *,
+    scan: bool | None = None,
 ) -> State:
     """The same state for a model of this placement on this mesh (default: the state's mesh). Latent
     rows and index keys are striped as the placement says; recurrent states and the conv states of
@@ -53,14 +59,14 @@ def move(
     def make_target() -> Program:
         home = home_of(state)
         target = make_program(
-            home.config, mesh or home.mesh, placement, home.dtype,
+            home.config, home.mesh if mesh is None else mesh, placement, home.dtype,
             packed=home.packed, scan=home.scan if scan is None else scan,
         )  # fmt: skip
         _check_memory(target, state.batch, state.max_length)
         return target
 
     target = together("moving the state", make_target)
-    agree("the state to move", state.max_length, state.batch, placement, target.sizes)
+    agree("the state to move", state.max_length, state.batch, target.place, target.sizes)
     home = home_of(state)
     where = _positions_of_layers(spans(home.config, home.scan))
     arrays = state.named()
@@ -69,7 +75,8 @@ def move(
         if name in ("length", "hidden"):
             return to_host(getattr(state, name))
         stack, position, group = where[layer]
-        return to_host(arrays[stack, position, name][group])
+        with own_mesh(home.mesh):
+            return to_host(arrays[stack, position, name][group])
 
     source = home.place.stripes(mesh_sizes(home.mesh))
     return Resharding(fetch, source, target, state.batch, state.max_length).run()

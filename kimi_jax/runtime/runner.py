@@ -15,14 +15,11 @@ from ..config.config import Config
 from ..errors import RequestError, shown
 from ..model.state import State, home_of
 from ..numerics import is_whole
-from ..parallel.collectives import DATA
-from ..parallel.placement import (
-    Placement,
-    agree,
-    to_host,
-    to_mesh,
-)
+from ..parallel.mesh import DATA
+from ..parallel.placement import Placement
+from ..parallel.processes import agree, to_host, to_mesh
 from .memory import PREFILL_ROWS
+from .on_mesh import own_mesh
 from .program import Program, state_maker
 
 Ids = ArrayLike | Sequence  # whole numbers, as an array or nested lists
@@ -76,7 +73,8 @@ class Runner:
         self._refuse_over_context(lengths)
         B, T = ids.shape
         logits = self.program.jitted_logits(self.weights, *self._placed(ids, lengths))
-        return logits[:B, :T]
+        with own_mesh(self.mesh):
+            return logits[:B, :T]
 
     def mixtures(self, tokens: Sequence[int]) -> np.ndarray:
         """How each mixture weighs the bank and the running sum: [2 * layers + 1, bank rows + 1, T],
@@ -138,7 +136,8 @@ class Runner:
             part = np.clip(lengths - first, 0, self.chunk)
             logits, state = self.program.advance(self.weights, state, *self._placed(piece, part))
         assert logits is not None
-        return logits if len(logits) == len(ids) else logits[: len(ids)], state
+        with own_mesh(self.mesh):
+            return logits if len(logits) == len(ids) else logits[: len(ids)], state
 
     def _rows(self, batch: int) -> int:
         """Rows that a batch runs as: completed with inactive ones to a multiple of the data

@@ -23,7 +23,8 @@ from ..files import read_json
 from ..model.decoder import new_state, spans
 from ..model.state import STATE_DIMS, State, home_of
 from ..numerics import is_whole
-from ..parallel.placement import Placement, Sizes
+from ..parallel.mesh import Sizes
+from ..parallel.placement import Placement
 
 FORMAT = 1
 _LIMIT = 2**20  # bytes of a description

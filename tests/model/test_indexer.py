@@ -14,7 +14,7 @@ from devices import BOTH, per_device
 from oracles import quick_jit
 
 from kimi_jax.model.indexer import candidates, keep_best, select_sorted, selection_bytes
-from kimi_jax.parallel.collectives import DATA, MODEL
+from kimi_jax.parallel.mesh import DATA, MODEL
 
 S, BLOCK = 48, 2  # every number of ranks below divides S / BLOCK
 KEEPS = 5, 20, 60  # fewer than a rank's slots; more than most ranks'; more than all

@@ -33,8 +33,9 @@ from kimi_jax.model.moe import MoE, dispatched, owners
 from kimi_jax.model.state import Forms, Step
 from kimi_jax.numerics import at_least_float32
 from kimi_jax.parallel import collectives
-from kimi_jax.parallel.collectives import DATA, MODEL, of_bits, to_bits
-from kimi_jax.parallel.placement import Placement, make_mesh
+from kimi_jax.parallel.collectives import of_bits, to_bits
+from kimi_jax.parallel.mesh import DATA, MODEL, make_mesh
+from kimi_jax.parallel.placement import Placement
 
 one_of = pytest.mark.parametrize
 

@@ -10,7 +10,7 @@ from tolerances import MIX, SKELETON
 
 from kimi_jax.model.decoder import Layer
 from kimi_jax.model.residual import Mix, mix, push
-from kimi_jax.parallel.collectives import DATA, MODEL
+from kimi_jax.parallel.mesh import DATA, MODEL
 
 WIDE = ("float32", "float64")
 EPS = 1e-5

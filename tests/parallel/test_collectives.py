@@ -17,8 +17,8 @@ from oracles import quick_jit, small_config
 
 from kimi_jax.model.state import Forms
 from kimi_jax.parallel import collectives
-from kimi_jax.parallel.collectives import DATA, MODEL, Layout
-from kimi_jax.parallel.placement import make_mesh
+from kimi_jax.parallel.collectives import Layout
+from kimi_jax.parallel.mesh import DATA, MODEL, make_mesh
 from kimi_jax.runtime.program import make_program
 
 # data x model ranks, and the axis that is used

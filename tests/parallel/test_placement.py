@@ -3,10 +3,14 @@
 import dataclasses
 import json
 import pickle
+import warnings
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as Spec
 from models import AWKWARD, MESHED, write
 
@@ -14,8 +18,9 @@ import kimi_jax as kj
 from kimi_jax.checkpoint.reader import Checkpoint
 from kimi_jax.model.decoder import declare
 from kimi_jax.model.state import STATE_DIMS
-from kimi_jax.parallel.placement import mesh_sizes
-from kimi_jax.runtime.program import make_program, mesh_and_placement
+from kimi_jax.parallel.mesh import mesh_sizes
+from kimi_jax.parallel.placement import as_placement
+from kimi_jax.runtime.program import make_program
 
 PAD = ("heads", "experts", "vocab", "dense", "shared")
 BOTH = ("data", "model")
@@ -161,15 +166,91 @@ def test_a_misfit_is_refused_before_anything_is_allocated(tmp_path):
     assert len(jax.live_arrays()) == before
 
 
-def test_what_is_no_mesh_and_no_placement_is_refused(tmp_path):
+@pytest.mark.parametrize("value", [{}, "", "helix", 0, False, kj.Placement, ["rows"]], ids=repr)
+def test_what_is_not_a_placement_is_refused_by_every_entry(tmp_path, value):
     folder = write(MESHED, tmp_path / "meshed")
-    names = jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])
-    with pytest.raises(kj.PlacementError, match="a mesh needs the axes data and model"):
-        kj.load(folder, names)
-    with pytest.raises(kj.PlacementError, match=r"mesh must come from make_mesh, got \(2, 4\)"):
-        mesh_and_placement((2, 4), None)
-    with pytest.raises(kj.PlacementError, match=r"placement must be a Placement, got \{\}"):
-        mesh_and_placement(None, {})
+    for entry in (
+        lambda: as_placement(value),
+        lambda: kj.load(folder, placement=value),
+        lambda: kj.plan(MESHED, {"model": 2}, value),
+        lambda: make_program(MESHED, placement=value),
+    ):
+        with pytest.raises(kj.PlacementError, match="placement must be a Placement, got"):
+            entry()
+
+
+# Any option, any value: one error that names every option that is wrong, or a placement that is
+# plain data.
+
+CHOICES = ("rows", "keys", "exchange", "experts", "latent", "shared", "prefill_reduce")
+LISTS = ("expert_axes", "pad")
+NUMBERS = {
+    **dict.fromkeys(("sliced_from", "local_below", "prefill_ring_rows"), 0),
+    **{"ring_fp32_hops": 0, "ring_granule_rows": 0, "ring_pieces": 1, "helix_block": 1},
+}
+DEFAULTS = dataclasses.asdict(kj.Placement())
+ODD_VALUES = st.sampled_from([
+    None, True, False, 0, 1, -1, 7, 2**63 - 1, 2**63, 10**400, 10**5000, -(10**5000), 1.0, 0.5,
+    float("nan"), float("inf"), np.int64(3), np.uint8(0), np.float32(2), np.bool_(True),
+    np.array([1, 2]), np.array(["model"]), np.array("full"), np.str_("sliced"), np.str_("full"),
+    "", "full", "FULL", "full ", "auto", "helix", "model", "\x1b[31m", "x" * 10**6, b"full", [],
+    ["model"], ("data", "model"), ["model", "data"], ["heads", "heads"], ["heads", 3], [[]], {},
+    [["model"]], {"model": 1}, {"heads"}, object(), str, Ellipsis, [None], range(2), jnp.arange(2),
+])  # fmt: skip
+
+
+def is_right(name, value):
+    if name in NUMBERS:
+        whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+        return whole and NUMBERS[name] <= int(value) < 2**63
+    if name in CHOICES:
+        known = {
+            "rows": ("full", "sliced", "auto"), "keys": ("whole", "helix"),
+            "experts": ("exchange", "local", "auto"), "shared": ("whole", "sliced"),
+        }.get(name, (DEFAULTS[name],))  # fmt: skip
+        return isinstance(value, str) and value in known
+    if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
+        return False
+    if name == "pad":
+        return set(value) <= set(PAD)
+    return tuple(value) in (("model",), BOTH)
+
+
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(st.dictionaries(st.sampled_from([*CHOICES, *LISTS, *NUMBERS]), ODD_VALUES, max_size=5))
+def test_odd_options_are_all_named_in_one_error(options):
+    wrong = {name for name, value in options.items() if not is_right(name, value)}
+    if not wrong:
+        place = kj.Placement(**options)
+        again = kj.Placement(**json.loads(json.dumps(dataclasses.asdict(place))))
+        assert place == again and hash(place) == hash(again)
+        assert all(type(value) in (str, int, tuple) for value in vars(place).values())
+        return
+    with pytest.raises(kj.PlacementError) as refusal:
+        kj.Placement(**options)
+    lines = str(refusal.value).splitlines()
+    assert {line.split(" ")[0].rstrip(":") for line in lines} == wrong
+    assert all(len(line) < 400 and line.isprintable() for line in lines)
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(st.dictionaries(st.sampled_from([*NUMBERS]), st.sampled_from([1, 5, 2**31, 2**63 - 1])))
+def test_large_numbers_that_are_accepted_can_be_asked_for(options):
+    place = kj.Placement(keys="helix", rows="auto", experts="auto", **options)
+    try:
+        place.check(MESHED, {"model": 4})
+    except kj.PlacementError as error:
+        assert {line.split(":")[0].split(" ")[0] for line in str(error).splitlines()} <= {
+            "helix_block",
+            "ring_fp32_hops",
+        }
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # a threshold above the chunk
+        for rows in (1, 4096):
+            assert place.within(64).reduction("prefill", rows, 4)
+    assert place.slices_rows(1) == (place.sliced_from <= 1)
+    assert kj.plan(MESHED, {"model": 4}, place, context=64).total_bytes > 0
 
 
 def test_specs_follow_the_table():

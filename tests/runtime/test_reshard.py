@@ -247,7 +247,7 @@ folder, address, path, fails, me = sys.argv[1:]
 jax.distributed.initialize(address, 2, int(me))
 import kimi_jax as kj
 from kimi_jax.runtime import reshard
-from kimi_jax.parallel.placement import to_host
+from kimi_jax.parallel.processes import to_host
 
 P = kj.Placement
 helix = P(keys="helix", helix_block=4, rows="sliced")

@@ -18,7 +18,7 @@ from tolerances import LOGITS
 
 import kimi_jax as kj
 from kimi_jax.parallel import collectives
-from kimi_jax.parallel.collectives import MODEL
+from kimi_jax.parallel.mesh import MODEL
 from kimi_jax.parallel.reductions import Reduction, emulate
 
 pytestmark = pytest.mark.gpu
