@@ -4,24 +4,36 @@ Unusual here: text never turns into a special id unless the caller says `markers
 trusted templates only; and text on the two sides of a special id is encoded apart, never joined.
 """
 
-import base64
 import codecs
-import json
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import regex
 import tiktoken
 
 from ..errors import TokenizerError
+from .vocabulary import (
+    CONFIG_FILE,
+    RANKS_FILE,
+    SURROGATE,
+    check_vocabulary,
+    read_vocabulary,
+    write_tokenizer,
+)
 
-RANKS_FILE = "tiktoken.model"
-CONFIG_FILE = "tokenizer_config.json"
+__all__ = [
+    "CONFIG_FILE",
+    "PATTERN",
+    "RANKS_FILE",
+    "StreamDecoder",
+    "Tokenizer",
+    "train_ranks",
+    "write_tokenizer",
+]
 
 # One alternative a line, first match wins. `&&` is set intersection, which tiktoken's engine and
 # `regex` (V1) read and Python's `re` does not.
@@ -46,7 +58,6 @@ PATTERN = "|".join(
 _CHUNK_CHARS = 400_000
 _RUN_CHARS = 25_000
 _RUN = re.compile(r"\s+|\S+")
-_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Tokenizer:
@@ -60,12 +71,12 @@ class Tokenizer:
     vocab_size: int
 
     def __init__(self, ranks: dict[bytes, int], special: dict[str, int]):
-        _raise_all("tokenizer tables", [*_rank_problems(ranks), *_special_problems(ranks, special)])
+        check_vocabulary(ranks, special)
         self.special_ids = dict(special)
         self._special_bytes = {token: content.encode() for content, token in special.items()}
         self._bytes = {token: piece for piece, token in ranks.items()} | self._special_bytes
         self.vocab_size = max(self._bytes) + 1
-        self._marker = _marker_pattern(special)
+        self._markers = _Markers(special)
         # tiktoken is told of no special token, so that it cannot produce one.
         self._encoding = tiktoken.Encoding(
             "kimi", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={}
@@ -76,7 +87,7 @@ class Tokenizer:
         """Whether a folder holds tokenizer files at all, one of the two being enough to expect
         both.
         """
-        return any((Path(path) / name).exists() for name in (RANKS_FILE, CONFIG_FILE))
+        return any(os.path.lexists(Path(path) / name) for name in (RANKS_FILE, CONFIG_FILE))
 
     @classmethod
     def from_folder(cls, path: str | os.PathLike[str], vocab: int | None = None) -> "Tokenizer":
@@ -85,21 +96,7 @@ class Tokenizer:
         With a model's `vocab` given, ids that the files do not name become special tokens
         `<|reserved_token_ID|>`, since a model may sample them, and ids outside it are an error.
         """
-        problems: list[str] = []
-        ranks = _read_ranks(Path(path) / RANKS_FILE, problems)
-        special = _read_special(Path(path) / CONFIG_FILE, problems)
-        if vocab is not None:
-            used = {*ranks.values(), *special.values()}
-            outside = sorted(token for token in used if token >= vocab)
-            if outside:
-                problems.append(
-                    f"ids {_some(outside)} are outside the model's vocabulary of {vocab}"
-                )
-            special |= {f"<|reserved_token_{i}|>": i for i in range(vocab) if i not in used}
-        if ranks:
-            problems += _rank_problems(ranks)
-        _raise_all(f"tokenizer in {path}", [*problems, *_special_problems(ranks, special)])
-        return cls(ranks, special)
+        return cls(*read_vocabulary(path, vocab))
 
     def id(self, content: str) -> int:
         """The id of a special token."""
@@ -117,9 +114,7 @@ class Tokenizer:
         _refuse_surrogates(text)
         if not markers:
             return self._encode_ordinary(text)
-        # A part between two markers holds no marker, so the lookup finds the markers alone.
-        parts = self._marker.split(text)
-        return self.encode_segments(self.special_ids.get(part, part) for part in parts)
+        return self.encode_segments(self._markers.split(text))
 
     def encode_segments(self, segments: Iterable[str | int]) -> list[int]:
         """Each string as ordinary text on its own, each int as the id it is.
@@ -168,6 +163,45 @@ class Tokenizer:
         return self._bytes[token]
 
 
+class _Markers:
+    """Finds special contents in text: the first one, and of those at one place the longest.
+
+    Unusual here: not one regular expression of all contents, since a vocabulary may reserve
+    160,000. Contents are looked up by length at each place where one may begin.
+    """
+
+    def __init__(self, ids: dict[str, int]):
+        self._ids = ids
+        lengths: dict[str, set[int]] = defaultdict(set)
+        for content in ids:
+            lengths[content[:2]].add(len(content))
+        self._lengths = {start: sorted(found, reverse=True) for start, found in lengths.items()}
+        first = "".join(map(re.escape, {content[0] for content in ids}))
+        self._candidates = re.compile(f"[{first}]" if first else "(?!)")
+
+    def split(self, text: str) -> Iterator[str | int]:
+        """The text in order: ids of the special contents, and the strings between them."""
+        end = 0
+        place = self._candidates.search(text)
+        while place:
+            start = place.start()
+            if marker := self._longest_at(text, start):
+                yield text[end:start]
+                yield self._ids[marker]
+                end = start + len(marker)
+            place = self._candidates.search(text, end if marker else start + 1)
+        yield text[end:]
+
+    def _longest_at(self, text: str, start: int) -> str:
+        """The longest special content that begins here, or nothing."""
+        for prefix in (text[start : start + 2], text[start]):
+            for length in self._lengths.get(prefix, ()):
+                content = text[start : start + length]
+                if content in self._ids:
+                    return content
+        return ""
+
+
 class StreamDecoder:
     """Text as ids arrive, in whole characters and without special tokens.
 
@@ -187,25 +221,6 @@ class StreamDecoder:
     def finish(self) -> str:
         """U+FFFD for a character that never became whole, else nothing; the decoder is as new."""
         return self._utf8.decode(b"", final=True)
-
-
-def write_tokenizer(
-    folder: str | os.PathLike[str], ranks: dict[bytes, int], special: dict[str, int]
-) -> None:
-    """Writes the two files `Tokenizer.from_folder` reads, each under a temporary name first."""
-    _raise_all("tokenizer tables", [*_rank_problems(ranks), *_special_problems(ranks, special)])
-    lines = [
-        b"%s %d\n" % (base64.b64encode(piece), rank)
-        for piece, rank in sorted(ranks.items(), key=lambda item: item[1])
-    ]
-    added = {
-        str(token): {"content": content, "special": True}
-        for content, token in sorted(special.items(), key=lambda item: item[1])
-    }
-    config = json.dumps({"added_tokens_decoder": added}, indent=2, ensure_ascii=False)
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    _write(Path(folder) / RANKS_FILE, b"".join(lines))
-    _write(Path(folder) / CONFIG_FILE, config.encode() + b"\n")
 
 
 def train_ranks(text: str, size: int) -> dict[bytes, int]:
@@ -280,120 +295,5 @@ def _cuts(text: str) -> Iterator[str]:
 
 
 def _refuse_surrogates(text: str) -> None:
-    if found := _SURROGATE.search(text):
+    if found := SURROGATE.search(text):
         raise TokenizerError(f"lone surrogate {found[0]!r} at position {found.start()} of the text")
-
-
-def _marker_pattern(special: dict[str, int]) -> re.Pattern[str]:
-    """One group that matches any special content, the longest first; without contents, nothing."""
-    contents = sorted(special, key=len, reverse=True)
-    return re.compile("(" + ("|".join(map(re.escape, contents)) or "(?!)") + ")")
-
-
-def _read_ranks(path: Path, problems: list[str]) -> dict[bytes, int]:
-    ranks: dict[bytes, int] = {}
-    seen: set[int] = set()
-    for number, line in enumerate(_read(path, problems).splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            piece, rank = _parse_rank(line)
-        except ValueError:
-            problems.append(f"{path.name} line {number}: {line[:40]!r} is not 'base64 rank'")
-            continue
-        if rank in seen:
-            problems.append(f"{path.name} line {number}: rank {rank} appears twice")
-        if piece in ranks:
-            problems.append(f"{path.name} line {number}: token {piece!r} appears twice")
-        seen.add(rank)
-        ranks.setdefault(piece, rank)
-    return ranks
-
-
-def _parse_rank(line: bytes) -> tuple[bytes, int]:
-    encoded, rank = line.split()
-    return base64.b64decode(encoded, validate=True), int(rank)
-
-
-def _read_special(path: Path, problems: list[str]) -> dict[str, int]:
-    text = _read(path, problems)
-    if not text:
-        return {}
-    try:
-        added = json.loads(text)["added_tokens_decoder"]
-        entries = list(added.items())
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        problems.append(f"{path.name}: not JSON with an added_tokens_decoder table")
-        return {}
-    special: dict[str, int] = {}
-    for key, entry in entries:
-        _add_special(special, key, entry, path.name, problems)
-    return special
-
-
-def _add_special(
-    special: dict[str, int], key: str, entry: Any, name: str, problems: list[str]
-) -> None:
-    content = entry.get("content") if isinstance(entry, dict) else None
-    if not key.isdecimal():
-        problems.append(f"{name}: added token id {key!r} is not a number")
-    elif not isinstance(content, str):
-        problems.append(f"{name}: added token {key} has no content")
-    elif content in special:
-        problems.append(f"{name}: {content!r} is both {special[content]} and {key}")
-    else:
-        special[content] = int(key)
-
-
-def _rank_problems(ranks: dict[bytes, int]) -> list[str]:
-    problems: list[str] = []
-    if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
-        problems.append(f"no rank for the single bytes {_some(missing)}")
-    present = set(ranks.values())
-    if len(present) < len(ranks):
-        problems.append(f"{len(ranks)} tokens share {len(present)} ranks")
-    if gaps := [rank for rank in range(len(present)) if rank not in present]:
-        problems.append(f"ranks are not 0 to {len(present) - 1}: {_some(gaps)} missing")
-    return problems
-
-
-def _special_problems(ranks: dict[bytes, int], special: dict[str, int]) -> list[str]:
-    problems: list[str] = []
-    owners = {rank: repr(piece) for piece, rank in ranks.items()}
-    for content, token in special.items():
-        if token < 0:
-            problems.append(f"special {content!r} has the negative id {token}")
-        if not content or _SURROGATE.search(content):
-            problems.append(f"special id {token} has the content {content!r}, which is no text")
-        if token in owners:
-            problems.append(f"special {content!r} has id {token}, which {owners[token]} has too")
-        owners[token] = repr(content)
-    return problems
-
-
-def _some(numbers: Sequence[int]) -> str:
-    more = f" and {len(numbers) - 5} more" if len(numbers) > 5 else ""
-    return ", ".join(map(str, numbers[:5])) + more
-
-
-def _raise_all(subject: str, problems: list[str]) -> None:
-    if problems:
-        raise TokenizerError("\n  ".join([f"{subject}:", *problems]))
-
-
-def _read(path: Path, problems: list[str]) -> bytes:
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        problems.append(f"{path.name} is missing")
-        return b""
-    if not content.strip():
-        problems.append(f"{path.name} is empty")
-        return b""
-    return content
-
-
-def _write(path: Path, content: bytes) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(content)
-    os.replace(partial, path)
