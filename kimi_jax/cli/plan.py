@@ -41,7 +41,8 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
-    from ..runtime.memory import plan, verdict
+    from ..runtime.fitting import verdict
+    from ..runtime.memory import plan
 
     config, place = named_config(options.config), make_placement(options)
     mesh = {"data": options.data, "model": options.model}

@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import PromptError, shown
 from ..model.state import State
 from ..numerics import is_whole
-from ..runtime.memory import device_memory
+from ..runtime.fitting import device_memory
 from ..runtime.runner import Runner
 
 

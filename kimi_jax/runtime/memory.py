@@ -1,5 +1,5 @@
-"""What a device will hold, term by term in bytes, before anything exists: `plan` of a config on a
-mesh, whether it fits, and what would.
+"""What a device will hold, term by term in bytes, before anything is allocated: `plan` of a config
+on a mesh. `fitting` says whether it fits a device's memory, and what would.
 """
 
 import dataclasses
@@ -9,29 +9,34 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from ..config.config import Config
-from ..errors import PlacementError
+from ..errors import PlacementError, shown
 from ..model.decoder import Declared, Kimi, declare, kind_spans, new_state
+from ..model.mxfp4 import GROUP
 from ..model.state import STATE_DIMS
+from ..numerics import is_number, is_whole
 from ..parallel.helix import Stripes
-from ..parallel.mesh import DATA, MODEL, Sizes, mesh_sizes, shard_counts, sizes_text
+from ..parallel.mesh import DATA, MODEL, ONE_DEVICE, Sizes, mesh_sizes, shard_counts, sizes_text
 from ..parallel.placement import Placement, as_placement
 from ..parallel.reductions import Reduction, Traffic, traffic, two_shot_rows
 
 CONTEXT = 4096  # tokens of a plan that names no context, where the model takes as many
-RESERVE = 2 * 10**9  # bytes set aside for temporaries: about what a step takes at full size
+RESERVE = 2 * 10**9  # bytes set aside for temporaries: about what a step needs at full size
 PREFILL_ROWS = (16, 64, 256, 1024, 4096)  # of one request: the widths that prefill compiles
-MOST_DEVICES = 64  # of the meshes that a verdict tries
-_UNITS = ("B", "kB", "MB", "GB")
+MOST = 2**31 - 1  # requests and devices: what int32 counts
 DTYPES = ("float32", "bfloat16", "float64")
+_COUNTS = ("data", "model", "batch", "context")
+_MOST_BYTES = 2**63  # of a device
+_UNITS = ("B", "kB", "MB", "GB")
 
 APART = "norms, float32 parts and KDA's f_a"
 _WEIGHT_TERMS = {  # the first pattern found in a weight's name says what it counts to
@@ -57,16 +62,18 @@ _STATE_TERMS = {
 WEIGHT_TERMS = tuple(_WEIGHT_TERMS)
 STATE_TERMS = tuple(dict.fromkeys(_STATE_TERMS.values()))
 INPUTS = "tokens and lengths of a step"
-_INPUT_BYTES = 2 * 4  # of a row: one token and one length, int32
+_INPUT_BYTES = 2 * 4  # of a request: one token and one length, int32
+
+Checked = TypeVar("Checked")
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The bytes that one device holds during a decode step, by term; all devices hold as many.
+    """The bytes that one device holds during a decode step, by term; all devices hold the same.
 
-    Temporaries are not counted: what a step computes on its way, about 2 GB at full size. Prints as
-    a table. `dataclasses.replace` plans anew, with another batch say. Raises `ValueError`, or what
-    `Placement.check` raises.
+    Temporaries are not counted: intermediate values of a step, about 2 GB at full size. Prints as a
+    table. `dataclasses.replace` makes another plan, with another batch say. Raises one
+    `PlacementError` for numbers that cannot be, and what `Placement.check` raises.
     """
 
     config: Config
@@ -79,18 +86,11 @@ class Plan:
     packed: bool  # experts in MXFP4
 
     def __post_init__(self) -> None:
-        limit = self.config.max_positions
-        problems = [
-            f"{name} must be a positive whole number, got {value!r}"
-            for name, value in (("batch", self.batch), ("context", self.context))
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1
-        ]
-        if not problems and self.context > limit:
-            problems.append(f"context {self.context} is over the model's {limit} tokens")
-        if self.dtype not in DTYPES:
-            problems.append(f"dtype must be one of {', '.join(DTYPES)}; got {self.dtype}")
+        problems = _argument_problems(**vars(self))
         if problems:
-            raise ValueError("\n".join(problems))
+            raise PlacementError("\n".join(problems))
+        for name in _COUNTS:  # numpy's integers would overflow
+            object.__setattr__(self, name, int(getattr(self, name)))
         self.placement.check(self.config, self.mesh)
 
     @property
@@ -100,7 +100,7 @@ class Plan:
 
     @property
     def rows(self) -> int:
-        """Requests of one data rank; the batch is completed to as many on each."""
+        """Requests of one data rank; the batch is padded so that each has as many."""
         return -(-self.batch // self.data)
 
     @functools.cached_property
@@ -111,7 +111,7 @@ class Plan:
         )
         state = {
             term: self.rows * (fixed + slot * self.slots)
-            for term, (fixed, slot) in self._row.items()
+            for term, (fixed, slot) in self._request.items()
         }
         return {**weights, **state, INPUTS: self.input_bytes}
 
@@ -127,19 +127,19 @@ class Plan:
 
     @property
     def stripes(self) -> Stripes:
-        """Where cached keys live."""
+        """Where cached keys are stored."""
         return self.placement.stripes(self.mesh)
 
     @property
     def slots(self) -> int:
-        """Cached keys of a request at this context that a device has room for: of helix ranks, as
-        many as the first one's.
+        """Cached keys of a request at this context that a device has room for; with helix as many
+        as the first rank holds.
         """
         return self.stripes.slots(self.context)
 
     @property
     def input_bytes(self) -> int:
-        """Bytes of one token and one length a row."""
+        """Bytes of one token and one length a request."""
         return self.rows * _INPUT_BYTES
 
     @property
@@ -150,35 +150,36 @@ class Plan:
     @property
     def row_bytes(self) -> int:
         """State and inputs of one request without its slots."""
-        return sum(fixed for fixed, _ in self._row.values()) + _INPUT_BYTES
+        return sum(fixed for fixed, _ in self._request.values()) + _INPUT_BYTES
 
     @property
     def slot_bytes(self) -> int:
         """State of one slot of one request, on one device; 0 without full attention."""
-        return sum(slot for _, slot in self._row.values())
+        return sum(slot for _, slot in self._request.values())
 
     @property
-    def _row(self) -> dict[str, tuple[int, int]]:
-        return _row_bytes(self.config, self.placement, self.data, self.model, self.dtype)
+    def _request(self) -> dict[str, tuple[int, int]]:
+        return _request_bytes(self.config, self.placement, self.data, self.model, self.dtype)
 
     def sums(self, rows: int, step: str = "prefill") -> tuple[Reduction, int, Traffic]:
-        """How a step of so many rows a data rank completes partial sums, how many there are (two
-        a layer), and what each costs a rank, where all rows are kept. The latent columns of local
-        experts are not counted.
+        """How a step of `rows` rows a data rank reduces partial sums, how many there are (two a
+        layer), and what each costs a rank, where the rows are replicated. The latent columns of
+        local experts are not counted.
         """
-        how = self.placement.reduction(step, rows, self.model)
-        cost = traffic(how, self.model, rows, self.config.hidden, self.dtype)
-        return how, 2 * self.config.layers, cost
+        reduction = self.placement.reduction(step, rows, self.model)
+        cost = traffic(reduction, self.model, rows, self.config.hidden, self.dtype)
+        return reduction, 2 * self.config.layers, cost
 
-    def spare(self, memory: int | float, reserve: int | float = RESERVE) -> int:
+    def spare(self, memory: float | Any, reserve: float | Any = RESERVE) -> int:
         """Bytes left of a device's memory beside the plan and the reserve; negative: bytes lacking.
 
-        All three count in bytes: a device of 288 GB has 288e9.
+        All three count in bytes: a device of 288 GB has 288e9. Raises `PlacementError` for what is
+        not a number of bytes.
         """
-        return int(memory) - int(reserve) - self.total_bytes
+        return byte_count("memory", memory) - byte_count("reserve", reserve) - self.total_bytes
 
-    def fits(self, memory: int | float, reserve: int | float = RESERVE) -> bool:
-        """Whether a device of so many bytes holds the plan and the reserve."""
+    def fits(self, memory: float | Any, reserve: float | Any = RESERVE) -> bool:
+        """Whether a device of `memory` bytes holds the plan and the reserve."""
         return self.spare(memory, reserve) >= 0
 
     def __str__(self) -> str:
@@ -187,58 +188,9 @@ class Plan:
             f"one device of data {self.data} x model {self.model}: {self.dtype}, {experts}, "
             f"batch {self.batch:,}, context {self.context:,}"
         )
-        sums = {
-            "weights": self.weight_bytes,
-            "state": self.state_bytes,
-            "total": self.total_bytes,
-        }
-        said = (self._said_keys(), self._said_rows(), self._said_sums())
-        return "\n".join([title, *_table(self.terms, sums), *itertools.chain(*said)])
-
-    def _said_keys(self) -> Iterator[str]:
-        """A line where cached keys are cut."""
-        if self.stripes.ranks > 1 and self.slot_bytes:
-            yield (
-                f"helix: {self.slots:,} of {self.context:,} keys a device, in blocks of "
-                f"{self.stripes.block}; {self.slot_bytes:,} B a key, all layers together; "
-                f"{self.placement.exchange} travel"
-            )
-
-    def _said_rows(self) -> Iterator[str]:
-        """A line where rows are sliced, always or in some steps."""
-        if self.model == 1 or self.placement.rows == "full":
-            return
-        steps = [("decode", self.rows)]
-        steps += [("prefill", rows) for rows in (PREFILL_ROWS[0], PREFILL_ROWS[-1])]
-        said = (
-            f"{'sliced' if self.placement.slices_rows(rows) else 'full'} in {step} steps of "
-            f"{rows:,} rows"
-            for step, rows in steps
-        )
-        yield f"rows are {', '.join(said)} (a data rank)"
-
-    def _said_sums(self) -> Iterator[str]:
-        """A line for the chosen reduction and for the one below its threshold, where one acts."""
-        threshold = self.placement.prefill_ring_rows
-        if threshold > PREFILL_ROWS[-1]:
-            yield (
-                f"prefill_ring_rows={threshold} is above the largest prefill step of a request, "
-                f"{PREFILL_ROWS[-1]:,} rows, and does nothing there"
-            )
-            return
-        for rows in (threshold, two_shot_rows(PREFILL_ROWS, threshold)):
-            if rows and self.model > 1:
-                how, count, cost = self.sums(rows)
-                if self.placement.slices_rows(rows):
-                    yield (
-                        f"prefill steps of {rows:,} rows: sums by {how.algorithm}, of which a rank "
-                        "completes its own rows alone"
-                    )
-                    continue
-                yield (
-                    f"prefill steps of {rows:,} rows: {count} sums by {how.algorithm}, each "
-                    f"{_say(cost.sent)} sent in {cost.steps} steps, {_say(cost.scratch)} of scratch"
-                )
+        sums = {"weights": self.weight_bytes, "state": self.state_bytes, "total": self.total_bytes}
+        notes = itertools.chain(_key_notes(self), _row_notes(self), _sum_notes(self))
+        return "\n".join([title, *_table_lines(self.terms, sums), *notes])
 
 
 def plan(
@@ -246,76 +198,110 @@ def plan(
     mesh: Mesh | Sizes | Any,
     placement: Placement | Any = None,
     *,
-    batch: int = 1,
-    context: int | None = None,
-    dtype: DTypeLike = "bfloat16",
-    packed: bool | None = None,
+    batch: int | Any = 1,
+    context: int | Any = None,
+    dtype: DTypeLike | Any = "bfloat16",
+    packed: bool | Any = None,
 ) -> Plan:
     """What each device of a mesh, {"data": 1, "model": 8} or a real one, would hold, from shapes.
 
     Needs no device and allocates nothing. `batch` requests of `context` tokens each (default 4096,
     or the model's limit where that is less); `packed`: experts in MXFP4 (default: as the config
-    says). Raises what `Placement.check` raises.
+    says). Raises one `PlacementError` with everything that cannot be, or what `Placement.check`
+    raises.
     """
-    sizes = mesh_sizes(mesh)
     config = config if isinstance(config, Config) else Config.from_hf(config)
-    return Plan(
-        config,
-        as_placement(placement),
-        sizes[DATA],
-        sizes[MODEL],
-        batch,
-        min(CONTEXT, config.max_positions) if context is None else context,
-        jnp.dtype(dtype).name,
-        config.quantized if packed is None else packed,
-    )
+    problems: list[str] = []
+    sizes = _checked(mesh_sizes, mesh, ONE_DEVICE, problems)
+    values: dict[str, Any] = {
+        "config": config,
+        "placement": _checked(as_placement, placement, Placement(), problems),
+        "data": sizes[DATA],
+        "model": sizes[MODEL],
+        "batch": batch,
+        "context": min(CONTEXT, config.max_positions) if context is None else context,
+        "dtype": _dtype_name(dtype),
+        "packed": config.quantized if packed is None else packed,
+    }
+    problems += _argument_problems(**values)
+    if problems:
+        raise PlacementError("\n".join(problems))
+    values |= {name: int(values[name]) for name in _COUNTS}
+    return Plan(**values)
 
 
-def verdict(plan: Plan, memory: int | float, reserve: int | float = RESERVE) -> str:
-    """Whether a device of `memory` bytes holds the plan and `reserve` bytes for temporaries, in
-    words: how far context and batch may grow, or what would fit.
-    """
-    memory, reserve = int(memory), int(reserve)
-    spare = plan.spare(memory, reserve)
-    need = f"{_say(plan.total_bytes)} of {_say(memory)} a device"
-    kept = f", with {_say(reserve)} set aside for temporaries" if reserve else ""
-    counted = "Temporaries are not counted in the plan: about 2 GB at full size."
-    if spare >= 0:
-        title = f"fits with {_say(spare)} to spare: {need}{kept}."
-        return "\n".join([title, counted, *_growth(plan, memory - reserve)])
-    title = f"does not fit, lacks {_say(-spare)}: {need}{kept}."
-    ways = list(_ways(plan, memory, reserve))
-    what = "It would fit:" if ways else f"No mesh of up to {MOST_DEVICES} devices would hold it."
-    return "\n".join([title, counted, what, *(f"  {way}" for way in ways)])
+def byte_count(name: str, value: Any) -> int:
+    """A number of bytes that somebody gave. Raises `PlacementError` for anything else."""
+    if not is_number(value) or not 0 <= value <= _MOST_BYTES:
+        raise PlacementError(f"{name} must be a number of bytes, got {shown(value)}")
+    return int(value)
 
 
-def device_memory(mesh: Mesh) -> int | None:
-    """Bytes that one device of a real mesh may use: the least of what this process' devices report.
-
-    Devices of a CPU share its physical memory in equal parts. None where nothing is known.
-    """
-    devices = mesh.local_devices
-    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
-    known = [limit for limit in limits if limit]
-    if known:
-        return min(known)
-    if not devices or devices[0].platform != "cpu":
-        return None
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(devices)
+def size_text(count: int) -> str:
+    """Four figures, or whole GB from 1000 on, and a unit in powers of 1000."""
+    power = min(3, int(math.log10(max(1, count))) // 3)
+    value = count / 1000**power
+    return f"{value:,.0f} {_UNITS[power]}" if value >= 1000 else f"{value:.4g} {_UNITS[power]}"
 
 
-def refuse_what_exceeds(plan: Plan, memory: int | float | None) -> None:
-    """Raise `PlacementError`, with the plan and what would fit, where the plan alone exceeds a
-    device's bytes. Unknown memory refuses nothing, and no reserve is counted.
-    """
-    if memory is not None and not plan.fits(memory, reserve=0):
-        raise PlacementError(f"{verdict(plan, memory, reserve=0)}\n\n{plan}")
+# Arguments.
+
+
+def _checked(
+    check: Callable[[Any], Checked], value: Any, default: Checked, problems: list[str]
+) -> Checked:
+    """What a check returns; where it refuses, a default, and the problem in the list."""
+    try:
+        return check(value)
+    except PlacementError as error:
+        problems.append(error.args[0])
+        return default
+
+
+def _dtype_name(dtype: Any) -> str:
+    """The name of a number type; of anything else, how it is shown."""
+    if not isinstance(dtype, str | type | np.dtype):
+        return shown(dtype)
+    try:
+        return jnp.dtype(dtype).name
+    except (TypeError, ValueError, SyntaxError):  # numpy parses texts
+        return shown(dtype)
+
+
+def _argument_problems(
+    *, config: Config, dtype: str, packed: Any, placement: Placement, **counts: Any
+) -> list[str]:
+    """Everything about a plan's numbers that cannot be; whether they divide is not looked at."""
+    problems = [
+        f"{name} must be a positive whole number, got {shown(count)}"
+        for name, count in counts.items()
+        if not is_whole(count, 1)
+    ]
+    whole = {name: int(count) if is_whole(count, 1) else 1 for name, count in counts.items()}
+    if whole["batch"] > MOST:
+        problems.append(f"batch {shown(whole['batch'])} is over {MOST}")
+    if whole["context"] > config.max_positions:
+        limit = f"the model's {config.max_positions} tokens"
+        problems.append(f"context {shown(whole['context'])} is over {limit}")
+    if whole[DATA] * whole[MODEL] > MOST:
+        problems.append(f"a mesh of {sizes_text(whole)} has more than {MOST} devices")
+    if dtype not in DTYPES:
+        problems.append(f"dtype must be one of {', '.join(DTYPES)}; got {dtype}")
+    if not isinstance(packed, bool):
+        problems.append(f"packed must be true or false, got {shown(packed)}")
+    elif packed and (config.latent % GROUP or config.expert_ffn % GROUP):
+        widths = f"width {config.expert_ffn} and latent {config.latent}"
+        problems.append(f"packed experts of {widths} are not multiples of {GROUP}")
+    return problems
+
+
+# Bytes.
 
 
 @functools.lru_cache(maxsize=32)
 def _declared(config: Config, dtype: str, packed: bool) -> Counter[tuple[str, Declared]]:
-    """How many weights of each term and form there are, layers of a kind taken together: in any
-    order a model holds the same bytes. Shared: not to be changed.
+    """The number of weights of each term and form, layers of a kind taken together: in any order a
+    model holds the same bytes. Shared: not to be changed.
     """
     weights = declare(Kimi(config, dtype, kind_spans(config), packed=packed))
     return Counter(
@@ -340,40 +326,37 @@ def _weight_bytes(
     sizes = {DATA: data, MODEL: model}
     terms = dict.fromkeys(WEIGHT_TERMS, 0)
     for (term, w), times in _declared(config, dtype, packed).items():
-        whole, cut = w.placed(place, sizes), shard_counts(place.spec(w.dims), sizes)
-        terms[term] += times * math.prod(whole) // math.prod(cut) * w.dtype.itemsize
+        shards = math.prod(shard_counts(place.spec(w.dims), sizes))
+        terms[term] += times * math.prod(w.placed(place, sizes)) // shards * w.dtype.itemsize
     return terms
 
 
 @functools.lru_cache(maxsize=512)
-def _row_bytes(
+def _request_bytes(
     config: Config, place: Placement, data: int, model: int, dtype: str
 ) -> dict[str, tuple[int, int]]:
-    """Bytes of one row of a state on one device, by term: beside its slots, and of each slot.
-
-    Shared: not to be changed.
+    """Bytes of the state of one request on one device, by term: without its slots, and of each
+    slot. Shared: not to be changed.
     """
     sizes = {DATA: data, MODEL: model}
     (H,) = place.whole("H", (config.kda_heads,), (config.kda_heads,), sizes)
     terms: dict[str, tuple[int, int]] = dict.fromkeys(STATE_TERMS, (0, 0))
-    for name, array in _row_shapes(config, dtype, H):
-        dims, term = STATE_DIMS[name], _STATE_TERMS[name]
-        cut = math.prod(
-            ranks
-            for dim, ranks in zip(dims, shard_counts(place.spec(dims), sizes), strict=True)
-            if dim not in ("B", "S")
-        )
-        nbytes = math.prod(array.shape) // cut * array.dtype.itemsize
-        fixed, slot = terms[term]
-        terms[term] = (fixed, slot + nbytes) if "S" in dims else (fixed + nbytes, slot)
+    for name, array in _request_shapes(config, dtype, H):
+        dims = STATE_DIMS[name]
+        counts = zip(dims, shard_counts(place.spec(dims), sizes), strict=True)
+        shards = math.prod(count for dim, count in counts if dim not in ("B", "S"))
+        nbytes = math.prod(array.shape) // shards * array.dtype.itemsize
+        fixed, slot = terms[_STATE_TERMS[name]]
+        per_slot = "S" in dims
+        terms[_STATE_TERMS[name]] = (fixed + nbytes * (not per_slot), slot + nbytes * per_slot)
     return terms
 
 
 @functools.lru_cache(maxsize=128)
-def _row_shapes(
+def _request_shapes(
     config: Config, dtype: str, heads: int
 ) -> tuple[tuple[str, jax.ShapeDtypeStruct], ...]:
-    """Every array of a state of one row, one slot and so many KDA heads, by its name."""
+    """Every array of the state of one request with one slot and `heads` KDA heads, by its name."""
     stacks = kind_spans(config)
     with jax.enable_x64(True):  # float64 has a plan whatever the process runs in
         state = jax.eval_shape(lambda: new_state(config, dtype, stacks, 1, 1, heads, on_cpu=False))
@@ -381,79 +364,59 @@ def _row_shapes(
     return tuple((path[-1].name, array) for path, array in leaves)
 
 
-def _largest_context(plan: Plan, memory: int) -> int:
-    """The most slots at this batch, at most the model's limit; 0 or less where none fits."""
-    room = memory - plan.weight_bytes - plan.rows * plan.row_bytes
-    slot = plan.rows * plan.slot_bytes
-    limit = plan.config.max_positions
-    if slot:
-        return min(limit, plan.stripes.most(max(0, room // slot)))
-    return limit if room >= 0 else 0
+# Text.
 
 
-def _largest_batch(plan: Plan, memory: int) -> int:
-    """The most requests at this context, as many on each data rank; 0 or less where none fits."""
-    row = plan.row_bytes + plan.slot_bytes * plan.slots
-    return (memory - plan.weight_bytes) // row * plan.data
+def _key_notes(plan: Plan) -> Iterator[str]:
+    """A line where cached keys are sharded."""
+    if plan.stripes.ranks > 1 and plan.slot_bytes:
+        yield (
+            f"helix: {plan.slots:,} of {plan.context:,} keys a device, in blocks of "
+            f"{plan.stripes.block}; {plan.slot_bytes:,} B a key, all layers together; ranks "
+            f"exchange {plan.placement.exchange}"
+        )
 
 
-def _growth(plan: Plan, memory: int) -> Iterator[str]:
-    context, batch = _largest_context(plan, memory), _largest_batch(plan, memory)
-    limit = ", the model's limit" if context == plan.config.max_positions else ""
-    yield f"Largest context at batch {plan.batch:,}: {context:,} tokens{limit}."
-    yield f"Largest batch at context {plan.context:,}: {batch:,}."
+def _row_notes(plan: Plan) -> Iterator[str]:
+    """A line where rows are sliced, always or in some steps."""
+    if plan.model == 1 or plan.placement.rows == "full":
+        return
+    steps = [("decode", plan.rows)]
+    steps += [("prefill", rows) for rows in (PREFILL_ROWS[0], PREFILL_ROWS[-1])]
+    parts = (
+        f"{'sliced' if plan.placement.slices_rows(rows) else 'full'} in {step} steps of "
+        f"{rows:,} rows"
+        for step, rows in steps
+    )
+    yield f"rows are {', '.join(parts)} (a data rank)"
 
 
-def _ways(plan: Plan, memory: int, reserve: int) -> Iterator[str]:
-    """What would make a plan fit that does not."""
-    context, batch = (f(plan, memory - reserve) for f in (_largest_context, _largest_batch))
-    if context > 0:
-        yield f"at batch {plan.batch:,} with a context of at most {context:,}"
-    if batch > 0:
-        yield f"at context {plan.context:,} with a batch of at most {batch:,}"
-    for option, value in (("latent", "sharded"), ("keys", "helix")):
-        other = dataclasses.replace(plan.placement, **{option: value})
-        cut = _changed(plan, placement=other) if other != plan.placement else None
-        if cut and cut.fits(memory, reserve):
-            yield f'on this mesh with {option}="{value}": {_say(cut.total_bytes)} a device'
-    spread = dataclasses.replace(plan.placement, expert_axes=(DATA, MODEL))
-    wider = _changed(plan, placement=spread)
-    for how, one in (("", plan), (" with experts over data and model", wider)):
-        found = _smallest_mesh(one, memory, reserve) if one else None
-        if found:
-            yield f"on a mesh of {sizes_text(found.mesh)}{how}: {_say(found.total_bytes)} a device"
-            return
+def _sum_notes(plan: Plan) -> Iterator[str]:
+    """A line for the chosen reduction and for the one below its threshold, where one acts."""
+    threshold = plan.placement.prefill_ring_rows
+    if threshold > PREFILL_ROWS[-1]:
+        yield (
+            f"prefill_ring_rows={threshold} is above the largest prefill step of a request, "
+            f"{PREFILL_ROWS[-1]:,} rows, and does nothing there"
+        )
+        return
+    for rows in (threshold, two_shot_rows(PREFILL_ROWS, threshold)):
+        if rows and plan.model > 1:
+            reduction, count, cost = plan.sums(rows)
+            if plan.placement.slices_rows(rows):
+                yield (
+                    f"prefill steps of {rows:,} rows: sums by {reduction.algorithm}, of which a "
+                    "rank completes its local rows alone"
+                )
+                continue
+            yield (
+                f"prefill steps of {rows:,} rows: {count} sums by {reduction.algorithm}, each "
+                f"{size_text(cost.sent)} sent in {cost.steps} steps, {size_text(cost.scratch)} of "
+                "scratch"
+            )
 
 
-def _smallest_mesh(plan: Plan, memory: int, reserve: int) -> Plan | None:
-    """The plan on the smallest mesh that holds it, of equals the one of fewest data ranks."""
-    whole, room = dataclasses.replace(plan, data=1, model=1).total_bytes, memory - reserve
-    for count in range(1, MOST_DEVICES + 1):
-        if count * room < whole:
-            continue  # not even if all were cut
-        for data in (n for n in range(1, count + 1) if count % n == 0):
-            one = _changed(plan, data=data, model=count // data)
-            if one and one.fits(memory, reserve):
-                return one
-    return None
-
-
-def _changed(plan: Plan, **changes: int | Placement) -> Plan | None:
-    """The plan with changes, None where they do not fit together."""
-    try:
-        return dataclasses.replace(plan, **changes)
-    except PlacementError:
-        return None
-
-
-def _say(count: int) -> str:
-    """Four figures, or whole GB from 1000 on, and a unit in powers of 1000."""
-    power = min(3, int(math.log10(max(1, count))) // 3)
-    value = count / 1000**power
-    return f"{value:,.0f} {_UNITS[power]}" if value >= 1000 else f"{value:.4g} {_UNITS[power]}"
-
-
-def _table(terms: dict[str, int], sums: dict[str, int]) -> list[str]:
+def _table_lines(terms: dict[str, int], sums: dict[str, int]) -> list[str]:
     """Aligned lines: term, bytes in one unit, exact bytes, share; a rule before the sums."""
     total = sums["total"]
     power = min(3, int(math.log10(total)) // 3)

@@ -22,7 +22,8 @@ from ..parallel.collectives import all_gather, rank, ranks
 from ..parallel.helix import Stripes
 from ..parallel.mesh import DATA, MODEL, as_mesh, mesh_sizes, sizes_text
 from ..parallel.placement import Placement, as_placement
-from .memory import DTYPES, Plan, device_memory, plan, refuse_what_exceeds
+from .fitting import device_memory, refuse_what_exceeds
+from .memory import DTYPES, Plan, plan
 from .on_mesh import within
 from .sampling import Rows, sample
 from .state_files import save_state

@@ -21,7 +21,7 @@ from ..parallel.helix import Stripes
 from ..parallel.mesh import DATA, mesh_sizes
 from ..parallel.placement import Placement
 from ..parallel.processes import agree, settle, to_host, together
-from .memory import device_memory
+from .fitting import device_memory
 from .on_mesh import own_mesh
 from .program import Program, differences, make_program
 from .runner import Runner
