@@ -35,7 +35,8 @@ from .parallel.reductions import copy_engine_flags
 from .runtime.memory import Plan, plan
 from .runtime.reshard import load_state, move
 from .runtime.sampling import Greedy, Sample, TokenLogprob
-from .text.reply_parser import ChatEvent, ToolCall
+from .text.reply_parser import ChatEvent
+from .text.tool_calls import ToolCall
 
 __all__ = [
     "CacheStats",

@@ -29,7 +29,7 @@ one book and no conversation: it goes on in the manner of that book."""
 def add(commands: Any) -> None:
     """Add the command and its options to a parser."""
     from ..generation.chat import MAX_NEW_TOKENS, TEMPERATURE, THINKING_EFFORT, TOP_P
-    from ..text.conversation import EFFORTS, TOOL_CHOICES
+    from ..text.messages import EFFORTS, TOOL_CHOICES
 
     command = add_command(commands, "chat", run, "hold a conversation", EXAMPLES)
     add_mesh(command)
@@ -92,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _wishes(options: argparse.Namespace) -> dict[str, Any]:
     """What the model is told beside the conversation."""
-    from ..text.conversation import RESPONSE_FORMATS
+    from ..text.messages import RESPONSE_FORMATS
     from .terminal import read_json_file
 
     response_format = options.response_format

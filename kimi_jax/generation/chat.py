@@ -8,7 +8,8 @@ from typing import Any
 from ..errors import ChatError, shown
 from ..runtime.sampling import Sample, TokenLogprob
 from ..text.chat_format import Markup, render
-from ..text.reply_parser import ChatEvent, ReplyParser, ToolCall
+from ..text.reply_parser import ChatEvent, ReplyParser
+from ..text.tool_calls import ToolCall
 from .generate import PLAIN, Usage, start
 from .prefix_cache import PrefixCache
 from .prompts import TextRunner

@@ -27,8 +27,16 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ..errors import ChatError, TokenizerError, shown
-from . import conversation, strict_json
-from .conversation import Call, Turn
+from . import strict_json
+from .messages import (
+    Call,
+    Turn,
+    read_effort,
+    read_response_format,
+    read_tool_choice,
+    read_tools,
+    read_turns,
+)
 from .tokenizer import Tokenizer
 
 MARKERS = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
@@ -140,13 +148,13 @@ def render(
         problems.append(f"thinking must be True or False, got {shown(thinking)}")
     options = _Options(
         bool(thinking),
-        conversation.read_tools(tools, "tools", problems),
-        conversation.read_effort(thinking_effort, problems),
-        conversation.read_tool_choice(tool_choice, problems),
-        conversation.read_response_format(response_format, problems),
+        read_tools(tools, "tools", problems),
+        read_effort(thinking_effort, problems),
+        read_tool_choice(tool_choice, problems),
+        read_response_format(response_format, problems),
         add_generation_prompt,
     )
-    turns = conversation.read_turns(messages, problems)
+    turns = read_turns(messages, problems)
     ids = []
     for place, segments in _segments(markup, turns, options):
         try:

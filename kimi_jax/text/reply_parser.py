@@ -6,42 +6,15 @@ that is handed out can be rendered again, so that every reply can go back into i
 """
 
 import dataclasses
-import re
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from ..errors import shown
-from . import strict_json
-from .chat_format import Markup, unescape
-from .conversation import call_id
+from .chat_format import Markup
 from .stops import StopStrings
+from .tags import ATTRIBUTES, CHANNELS, DAMAGED, TOO_LONG, Header, HeaderText
 from .tokenizer import Tokenizer
-
-MAX_HEADER = 8_192  # characters of a tag; longer ones are left out
-CHANNELS = ("think", "response", "tools")
-
-_ATTRIBUTES = {  # of every tag that a reply may hold
-    "message": (),
-    **dict.fromkeys(CHANNELS, ()),
-    "call": ("tool", "index"),
-    "argument": ("key", "type"),
-    "json": ("type",),
-}
-_NAME = re.compile(r"\w*")
-_ATTRIBUTE = re.compile(r'(?<!\s)\s+([\w-]+)="([^"]*)"')
-_HEADER = re.compile(r'\w*(?:\s+[\w-]+="[^"]*")*')
-_DAMAGED = "a special token stands in it where none belongs"
-_TOO_LONG = f"a tag of more than {MAX_HEADER:,} characters was left out"
-_BEGUN_ATTRIBUTE = re.compile(r'\s*(?:([\w-]+)(=(?:"[^"]*)?)?)?')
-
-
-@dataclasses.dataclass(frozen=True)
-class ToolCall:
-    """A call that a reply asks for. `id` is what a result's `tool_call_id` names."""
-
-    id: str
-    name: str
-    arguments: dict[str, Any]
+from .tool_calls import CallBuilder, ToolCall
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,143 +24,6 @@ class ChatEvent:
     kind: Literal["thinking", "text", "tool_call"]
     text: str = ""
     tool_call: ToolCall | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Header:
-    """A tag that has been read: its name, its attributes, and whether that is all it says."""
-
-    name: str
-    attributes: dict[str, str]
-    problem: str | None = None
-
-    @classmethod
-    def of(cls, text: str) -> "Header":
-        """The header between a marker and <|sep|>."""
-        text = text.strip()
-        name = _tag_name(text)
-        pairs = _ATTRIBUTE.findall(text, len(name))
-        attributes = {key: unescape(value) for key, value in pairs}
-        if not _HEADER.fullmatch(text):
-            return cls(name, attributes, f"a malformed tag: {shown(text)}")
-        if len(attributes) < len(pairs):
-            return cls(name, attributes, f"a tag with an attribute twice: {shown(text)}")
-        return cls(name, attributes)
-
-
-class _HeaderText:
-    """The text since an <|open|> or <|close|>, of bounded length."""
-
-    def __init__(self, opens: bool):
-        self.opens = opens
-        self.is_long = False
-        self._parts: list[str] = []
-        self._length = 0
-
-    def add(self, text: str) -> None:
-        """More of it, dropped where it is too long."""
-        self._length += len(text)
-        self.is_long = self._length > MAX_HEADER
-        if self.is_long:
-            self._parts.clear()
-        else:
-            self._parts.append(text)
-
-    def __str__(self) -> str:
-        return "".join(self._parts)
-
-    @property
-    def is_unfinished(self) -> bool:
-        """Whether it may be the beginning of a tag and nothing else."""
-        text = str(self).lstrip()
-        name = _tag_name(text)
-        end = len(name)
-        if end == len(text):
-            return any(tag.startswith(name) for tag in _ATTRIBUTES) and not self.is_long
-        while attribute := _ATTRIBUTE.match(text, end):
-            end = attribute.end()
-        begun = _BEGUN_ATTRIBUTE.fullmatch(text, end)
-        keys = _ATTRIBUTES.get(name)
-        if begun is None or keys is None:
-            return False
-        key, value = begun[1] or "", begun[2]
-        return key in keys if value else any(known.startswith(key) for known in (*keys, ""))
-
-
-class _CallBuilder:
-    """A call as it comes: its name, the arguments so far, and the first thing wrong with it."""
-
-    def __init__(self, header: Header):
-        self.name = header.attributes.get("tool", "")
-        self.arguments: dict[str, Any] = {}
-        self.problem = None if self.name else "it names no tool"
-        self._json: dict[str, Any] | None = None  # arguments that came as one JSON block
-        self._element = header
-        self._raw: list[str] = []
-        self.fail(header.problem)
-
-    def fail(self, problem: str | None) -> None:
-        """Note that the call cannot be used."""
-        self.problem = self.problem or problem
-
-    def begin(self, header: Header) -> None:
-        """An argument or a JSON block opens."""
-        self._element = header
-        self._raw.clear()
-
-    def add(self, text: str) -> None:
-        """More of what is open."""
-        self._raw.append(text)
-
-    def abandon(self) -> None:
-        """What is open will not be closed."""
-        self.fail(f"{self._what()} has no end")
-
-    def end(self) -> None:
-        """What is open closes: a string as it stands, anything else as JSON of its type."""
-        header, raw = self._element, "".join(self._raw)
-        self._raw.clear()
-        self.fail(header.problem)
-        if header.name == "json":
-            self._end_json(raw, header.attributes.get("type", "object"))
-        else:
-            self._end_argument(raw, header.attributes.get("type", ""))
-
-    def result(self) -> dict[str, Any]:
-        """The arguments by name."""
-        return self.arguments if self._json is None else self._json
-
-    def _end_json(self, raw: str, kind: str) -> None:
-        if self._json is not None or self.arguments:
-            self.fail("a JSON block is not its only child")
-        value = self._parsed(raw, kind)
-        self._json = value if isinstance(value, dict) else {}
-        if kind != "object":
-            self.fail(f"{self._what()} is not of type 'object' but {shown(kind)}")
-
-    def _end_argument(self, raw: str, kind: str) -> None:
-        key = self._element.attributes.get("key")
-        if key is None:
-            return self.fail("an argument has no key")
-        if self._json is not None:
-            self.fail("a JSON block is not its only child")
-        if key in self.arguments:
-            self.fail(f"{self._what()} comes twice")
-        self.arguments[key] = raw if kind == "string" else self._parsed(raw, kind)
-
-    def _parsed(self, raw: str, kind: str) -> Any:
-        try:
-            value = strict_json.parse(raw, unique_keys=True)
-        except ValueError as error:
-            return self.fail(f"{self._what()} is not usable JSON: {shown(raw)}: {error}")
-        if strict_json.type_name(value) != kind:
-            self.fail(f"{self._what()} is not of type {shown(kind)}: {shown(raw)}")
-        return value
-
-    def _what(self) -> str:
-        if self._element.name == "json":
-            return "its JSON block"
-        return f"argument {shown(self._element.attributes.get('key', ''))}"
 
 
 class ReplyParser:
@@ -215,8 +51,8 @@ class ReplyParser:
         self._tokenizer = tokenizer
         self._decoder = tokenizer.stream()
         self._path = ["think" if thinking else "response"]  # open elements, the outermost first
-        self._header: _HeaderText | None = None
-        self._call: _CallBuilder | None = None
+        self._header: HeaderText | None = None
+        self._call: CallBuilder | None = None
         self._answer = _Answer(stops, is_in_channel=not thinking)
         self._min_tokens = min_tokens
         self._count = 0
@@ -233,8 +69,8 @@ class ReplyParser:
         self._count += 1
         ids = self._markup
         if token not in (ids.open, ids.close, ids.sep, ids.end):
-            if self._call and self._tokenizer.is_special(token):
-                self._call.fail(_DAMAGED)
+            if self._tokenizer.is_special(token):
+                self._damage()
             return self._add(self._decoder.push(token))
         events = self._add(self._decoder.finish())
         if self.ended:
@@ -243,13 +79,12 @@ class ReplyParser:
         if token == ids.sep and header:
             return [*events, *self._turn_to(header)]
         if token == ids.sep:
-            if self._call:
-                self._call.fail(_DAMAGED)
+            self._damage()
             return events
-        self._note_lost(header)
+        self._note(header.loss if header else None)
         if token == ids.end:
             return [*events, *self._end()]
-        self._header = _HeaderText(opens=token == ids.open)
+        self._header = HeaderText(opens=token == ids.open)
         return events
 
     def finish(self) -> list[ChatEvent]:
@@ -261,7 +96,7 @@ class ReplyParser:
             return events
         header, self._header = self._header, None
         if header and (not header.is_unfinished or str(header).lstrip().startswith("call")):
-            self._note_lost(header)
+            self._note(header.loss)
         return [*events, *self._end()]
 
     def _add(self, text: str) -> list[ChatEvent]:
@@ -285,13 +120,13 @@ class ReplyParser:
             self._note("text between tool calls was left out")
         return []
 
-    def _turn_to(self, text: _HeaderText) -> list[ChatEvent]:
+    def _turn_to(self, text: HeaderText) -> list[ChatEvent]:
         """An element opens or closes."""
         if text.is_long:
-            self._note(_TOO_LONG)
+            self._note(TOO_LONG)
             return []
-        header = Header.of(str(text))
-        if header.name not in _ATTRIBUTES or (text.opens and header.name == "message"):
+        header = Header.of(text)
+        if header.name not in ATTRIBUTES or (text.opens and header.name == "message"):
             self._note(f"a tag that is not part of the format was left out: {shown(str(text))}")
             return []
         if header.problem and header.name not in ("call", "argument", "json"):
@@ -308,7 +143,7 @@ class ReplyParser:
         if name == "call":
             events = self._leave(0)
             self._path = ["tools", "call"]
-            self._call = _CallBuilder(header)
+            self._call = CallBuilder(header)
             return events
         if not self._call:
             self._note(f"{name} outside a tool call was left out")
@@ -353,15 +188,15 @@ class ReplyParser:
 
     def _end_call(self) -> list[ChatEvent]:
         """A call has ended: the event, or a problem where it is not sound."""
-        call, self._call = self._call, None
-        assert call is not None
-        call.fail(strict_json.unwritable(call.result()))
-        if call.problem:
-            self.problems.append(f"a call of {shown(call.name)} was left out: {call.problem}")
+        builder, self._call = self._call, None
+        assert builder is not None
+        call = builder.result(len(self.tool_calls) + 1)
+        if call is None:
+            problem = f"a call of {shown(builder.name)} was left out: {builder.problem}"
+            self.problems.append(problem)
             return []
-        given_id = call_id(call.name, len(self.tool_calls) + 1)
-        self.tool_calls.append(ToolCall(given_id, call.name, call.result()))
-        return [ChatEvent("tool_call", tool_call=self.tool_calls[-1])]
+        self.tool_calls.append(call)
+        return [ChatEvent("tool_call", tool_call=call)]
 
     def _end(self) -> list[ChatEvent]:
         events = self._leave(0, is_closed=True)
@@ -378,18 +213,18 @@ class ReplyParser:
         self.text.append(text)
         return [ChatEvent("text", text)]
 
-    def _note_lost(self, header: _HeaderText | None) -> None:
-        """Say that a tag was left out because no <|sep|> ended it."""
-        if header and header.is_long:
-            self._note(_TOO_LONG)
-        elif header and str(header).strip():
-            self._note(f"a tag without end was left out: {shown(str(header))}")
+    def _damage(self) -> None:
+        """A special token where none belongs: it costs the call or the tag that it stands in."""
+        if self._call:
+            self._call.fail(DAMAGED)
+        if self._header:
+            self._header.is_damaged = True
 
-    def _note(self, problem: str) -> None:
+    def _note(self, problem: str | None) -> None:
         """Say what was left out; inside a call it is the call."""
         if self._call:
             self._call.fail(problem)
-        elif problem not in self.problems[-1:]:
+        elif problem and problem not in self.problems[-1:]:
             self.problems.append(problem)
 
 
@@ -445,8 +280,3 @@ class _Answer:
             body = body.lstrip()
         self._has_text = True
         return body
-
-
-def _tag_name(text: str) -> str:
-    name = _NAME.match(text)
-    return name[0] if name else ""

@@ -1,0 +1,100 @@
+"""Tool calls of a reply, put together as they come. Knows no arrays.
+
+A call that is handed out can be rendered again: its name is not empty, its arguments are finite
+numbers, whole text and moderate nesting, and nothing in its markup was damaged.
+"""
+
+import dataclasses
+from typing import Any
+
+from ..errors import shown
+from . import strict_json
+from .messages import call_id
+from .tags import Header
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolCall:
+    """A call that a reply asks for. `id` is what a result's `tool_call_id` names."""
+
+    id: str
+    name: str
+    arguments: dict[str, Any]
+
+
+class CallBuilder:
+    """A call as it comes: its name, the arguments so far, and the first thing wrong with it."""
+
+    def __init__(self, header: Header):
+        self.name = header.attributes.get("tool", "")
+        self.arguments: dict[str, Any] = {}
+        self.problem = None if self.name else "it names no tool"
+        self._json: dict[str, Any] | None = None  # arguments that came as one JSON block
+        self._element = header
+        self._raw: list[str] = []
+        self.fail(header.problem)
+
+    def fail(self, problem: str | None) -> None:
+        """Note that the call cannot be used."""
+        self.problem = self.problem or problem
+
+    def begin(self, header: Header) -> None:
+        """An argument or a JSON block opens."""
+        self._element = header
+        self._raw.clear()
+
+    def add(self, text: str) -> None:
+        """More of what is open."""
+        self._raw.append(text)
+
+    def abandon(self) -> None:
+        """What is open will not be closed."""
+        self.fail(f"{self._what()} has no end")
+
+    def end(self) -> None:
+        """What is open closes: a string as it stands, anything else as JSON of its type."""
+        header, raw = self._element, "".join(self._raw)
+        self._raw.clear()
+        self.fail(header.problem)
+        if header.name == "json":
+            self._end_json(raw, header.attributes.get("type", "object"))
+        else:
+            self._end_argument(raw, header.attributes.get("type", ""))
+
+    def result(self, index: int) -> ToolCall | None:
+        """The call, number `index` of its reply; None where `problem` says why it is left out."""
+        arguments = self.arguments if self._json is None else self._json
+        self.fail(strict_json.unwritable(arguments))
+        return None if self.problem else ToolCall(call_id(self.name, index), self.name, arguments)
+
+    def _end_json(self, raw: str, kind: str) -> None:
+        if self._json is not None or self.arguments:
+            self.fail("a JSON block is not its only child")
+        value = self._parsed(raw, kind)
+        self._json = value if isinstance(value, dict) else {}
+        if kind != "object":
+            self.fail(f"{self._what()} is not of type 'object' but {shown(kind)}")
+
+    def _end_argument(self, raw: str, kind: str) -> None:
+        key = self._element.attributes.get("key")
+        if key is None:
+            return self.fail("an argument has no key")
+        if self._json is not None:
+            self.fail("a JSON block is not its only child")
+        if key in self.arguments:
+            self.fail(f"{self._what()} comes twice")
+        self.arguments[key] = raw if kind == "string" else self._parsed(raw, kind)
+
+    def _parsed(self, raw: str, kind: str) -> Any:
+        try:
+            value = strict_json.parse(raw, unique_keys=True)
+        except ValueError as error:
+            return self.fail(f"{self._what()} is not usable JSON: {shown(raw)}: {error}")
+        if strict_json.type_name(value) != kind:
+            self.fail(f"{self._what()} is not of type {shown(kind)}: {shown(raw)}")
+        return value
+
+    def _what(self) -> str:
+        if self._element.name == "json":
+            return "its JSON block"
+        return f"argument {shown(self._element.attributes.get('key', ''))}"
