@@ -10,7 +10,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from ..errors import CommandError
+from ..errors import CommandError, label, shown
 from .output import note, redirect_output
 
 _DEVICES_FLAG = "--xla_force_host_platform_device_count"
@@ -129,10 +129,11 @@ def use_compilation_cache() -> None:
 
 def check_folder(path: Path) -> None:
     """Refuse what is not a checkpoint folder."""
-    if not path.is_dir():
-        raise CommandError(f"{path}: {'a file and not a' if path.exists() else 'no such'} folder")
-    if not (path / "config.json").is_file():
-        raise CommandError(f"{path}: no checkpoint, it has no config.json")
+    if not os.path.isdir(path):  # of Path's own, some raise where a name is too long
+        found = "a file and not a" if os.path.exists(path) else "no such"
+        raise CommandError(f"{label(path)}: {found} folder")
+    if not os.path.lexists(path / "config.json"):
+        raise CommandError(f"{label(path)}: not a checkpoint, it has no config.json")
 
 
 def make_folder(option: str, folder: Path) -> None:
@@ -153,9 +154,9 @@ def named_config(name: str) -> Any:
     named = {"k3": Config.k3, "k3.1": Config.k3_1}
     if name in named:
         return named[name]()
-    if not Path(name).exists():
-        raise CommandError(f"{name!r} is neither k3, k3.1 nor the path of a config")
-    if Path(name).is_dir():
+    if not os.path.lexists(name):
+        raise CommandError(f"{shown(name)} is neither k3, k3.1 nor the path of a config")
+    if os.path.isdir(name):
         check_folder(Path(name))
     return Config.from_hf(name)
 

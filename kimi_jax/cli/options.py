@@ -12,6 +12,7 @@ from ..errors import CommandError
 
 SHIPPED = Path(__file__).parents[1] / "shipped"
 DTYPES = ("float32", "bfloat16", "float64")
+_MOST_GIGABYTES = 1e9  # of a device: above any
 SHIPPED_MODEL = "the small model of the package"
 HELP = {
     "temperature": "divides the logits before a token is drawn; 0 takes the best token",
@@ -136,6 +137,7 @@ def gigabytes(text: str) -> list[float]:
         sizes = [float(part) for part in text.split(",")]
     except ValueError:
         sizes = []
-    if not sizes or not all(0 < size < math.inf for size in sizes):
-        raise argparse.ArgumentTypeError(f"{text!r} are no sizes in GB with commas between them")
+    if not sizes or not all(0 < size <= _MOST_GIGABYTES for size in sizes):
+        message = f"{text!r} must be sizes in GB with commas between them"
+        raise argparse.ArgumentTypeError(message)
     return sizes

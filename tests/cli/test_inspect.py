@@ -2,12 +2,13 @@
 
 import dataclasses
 import json
+import os
 import re
 import tracemalloc
 
 import numpy as np
 import pytest
-from commands import CONFIG, NORM, nan_like
+from commands import CONFIG, NORM, assert_refused, nan_like
 
 from kimi_jax.checkpoint import hf_shapes, save_hf
 from kimi_jax.cli import inspect
@@ -96,3 +97,15 @@ def test_a_million_experts_that_are_missing_are_counted(run, folder):
     tracemalloc.stop()
     assert code == 2 and "problems in the checkpoint" in err
     assert peak < 50e6
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["FIFO", "directory"])
+def test_what_is_not_a_config_is_refused(run, tmp_path, make):
+    make(tmp_path / "config.json")
+    assert_refused(run("inspect", tmp_path), "config.json: cannot be read, not a regular file")
+
+
+def test_a_folder_that_cannot_be(run, tmp_path):
+    assert_refused(run("inspect", "a" * 5000), "no such folder")
+    assert_refused(run("inspect", "\x1b[2J"), r"\x1b[2J: no such folder")
+    assert_refused(run("inspect", tmp_path), "not a checkpoint, it has no config.json")

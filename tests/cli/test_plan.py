@@ -1,11 +1,14 @@
 """`kimi-jax plan`: what it prints and refuses."""
 
+import dataclasses
 import json
+import os
 import re
 
 import pytest
 
 from kimi_jax.cli import main as cli
+from kimi_jax.config.config import Config
 
 
 def test_a_plan_is_printed_with_what_fits(capsys):
@@ -24,7 +27,14 @@ def test_a_plan_is_printed_with_what_fits(capsys):
     "options, message",
     [
         (["k3", "--model", "7"], "vocabulary: 163840 over 7 ranks"),
-        (["k3", "--hbm", "much"], "'much' are no sizes in GB"),
+        (["k3", "--hbm", "much"], "'much' must be sizes in GB"),
+        (["k3", "--hbm", "80,1e300"], "'80,1e300' must be sizes in GB"),
+        (["k3", "--hbm", "nan"], "'nan' must be sizes in GB"),
+        (["k3", "--batch", str(2**31)], "batch 2147483648 is over 2147483647"),
+        (["k3", "--batch", "9" * 5000], "--batch"),
+        (["k3", "--data", "65536", "--model", "65536"], "has more than 2147483647 devices"),
+        (["\x1b[2J" * 2000], r"\x1b[2J"),
+        (["a\0b"], "is neither k3, k3.1 nor the path of a config"),
         (["k3", "--context", "2000000"], "--context 2000000 is over the model's 1048576 tokens"),
         (["nothing"], "'nothing' is neither k3, k3.1 nor the path of a config"),
     ],
@@ -32,4 +42,21 @@ def test_a_plan_is_printed_with_what_fits(capsys):
 )
 def test_a_plan_that_cannot_be_is_refused(capsys, options, message):
     assert cli.main(["plan", *options]) == 2
-    assert message in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert message in err and len(err) < 3_000
+    assert all(line.isprintable() for line in err.split("\n"))
+
+
+def test_a_config_that_cannot_be_read_is_refused(capsys, tmp_path):
+    os.mkfifo(tmp_path / "config.json")
+    for path in (tmp_path, tmp_path / "config.json"):
+        assert cli.main(["plan", str(path)]) == 2
+        assert "not a regular file but a FIFO" in capsys.readouterr().err
+
+
+def test_a_model_of_ten_thousand_layers_is_planned(capsys, tmp_path):
+    layers = {"layers": 10_000, "mla_layers": tuple(range(3, 10_000, 4)), "experts": 96}
+    config = dataclasses.replace(Config.k3(), **layers)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
+    assert cli.main(["plan", str(tmp_path), "--model", "8", "--hbm", "80"]) == 0
+    assert "No mesh of up to 64 devices would hold it." in capsys.readouterr().out
