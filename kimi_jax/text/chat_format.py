@@ -117,7 +117,7 @@ def render(
     messages: Any,
     tools: Any = None,
     thinking: Any = True,
-    thinking_effort: str | None = None,
+    thinking_effort: Any = None,
     tool_choice: Any = None,
     response_format: Any = None,
     add_generation_prompt: bool = True,
@@ -137,7 +137,8 @@ def render(
     - `response_format`: tell it to answer in JSON: "json_object", or a schema as `{"type":
       "json_schema", "json_schema": {"schema": {...}}}` ("text" and None: nothing). The answer is
       not checked.
-    - `add_generation_prompt`: begin the assistant's next message.
+    - `add_generation_prompt`: begin the assistant's next message. Without it the last message may
+      hold calls that have no results yet.
 
     Raises one `ChatError` that lists everything wrong.
     """
@@ -154,7 +155,7 @@ def render(
         read_response_format(response_format, problems),
         add_generation_prompt,
     )
-    turns = read_turns(messages, problems)
+    turns = read_turns(messages, problems, may_end_in_calls=not add_generation_prompt)
     ids = []
     for place, segments in _segments(markup, turns, options):
         try:

@@ -62,13 +62,15 @@ def either(names: Sequence[str]) -> str:
     return f"{', '.join(names[:-1])} or {names[-1]}"
 
 
-def read_turns(messages: Any, problems: list[str]) -> list[Turn]:
-    """The turns of a conversation, the results of tools in the order of their calls."""
+def read_turns(messages: Any, problems: list[str], may_end_in_calls: bool = False) -> list[Turn]:
+    """The turns of a conversation, the results of tools in the order of their calls. Every call
+    must have its result; with `may_end_in_calls` those of the last message need none.
+    """
     if not isinstance(messages, list | tuple) or not messages:
         problems.append(f"messages must be a list of at least one message, got {shown(messages)}")
         return []
     turns = [_read_turn(f"message {i}", m, problems) for i, m in enumerate(messages)]
-    return _results_in_order([turn for turn in turns if turn], problems)
+    return _results_in_order([turn for turn in turns if turn], problems, may_end_in_calls)
 
 
 def read_tools(tools: Any, place: str, problems: list[str]) -> str:
@@ -78,21 +80,19 @@ def read_tools(tools: Any, place: str, problems: list[str]) -> str:
     if not isinstance(tools, list | tuple):
         problems.append(f"{place} must be a list of functions, got {shown(tools)}")
         return ""
-    functions: list[dict[str, Any]] = []
-    names: list[str] = []
+    functions: dict[str, dict[str, Any]] = {}
     for i, tool in enumerate(tools):
         at = f"{place.removesuffix('s')} {i}"
         function = tool.get("function", tool) if isinstance(tool, dict) else None
         name = function.get("name") if isinstance(function, dict) else None
         if not isinstance(name, str) or not name:
             problems.append(f"{at} is not a function with a name: {shown(tool)}")
-        elif name in names:
+        elif name in functions:
             problems.append(f"{at}: another tool is named {shown(name)} too")
         elif _is_writable(tool, at, problems):
-            names.append(name)
             wrapped = tool if "function" in tool else {"function": tool}
-            functions.append({"type": "function", **wrapped})
-    return compact_json(functions) if functions else ""
+            functions[name] = {"type": "function", **wrapped}
+    return compact_json(list(functions.values())) if functions else ""
 
 
 def read_effort(effort: Any, problems: list[str]) -> str | None:
@@ -282,7 +282,7 @@ def _arguments_of_text(text: str) -> dict[str, Any] | str:
     return value if isinstance(value, dict) else text
 
 
-def _results_in_order(turns: list[Turn], problems: list[str]) -> list[Turn]:
+def _results_in_order(turns: list[Turn], problems: list[str], may_end_in_calls: bool) -> list[Turn]:
     """The turns with each run of results in the order of the calls before it, every call answered
     once.
     """
@@ -315,5 +315,7 @@ def _results_in_order(turns: list[Turn], problems: list[str]) -> list[Turn]:
             problems.append(
                 f"{turn.place}: no call just before it has the id {shown(turn.call_id)}"
             )
+    if may_end_in_calls and turns and turns[-1].calls:
+        unanswered.clear()
     end_run()
     return ordered

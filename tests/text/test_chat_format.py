@@ -3,6 +3,7 @@ conversations.
 """
 
 import json
+import random
 import re
 from itertools import pairwise
 
@@ -366,6 +367,68 @@ def test_calls_without_ids_get_those_that_a_reply_gives():
     said = rendered([{"role": "assistant", "tool_calls": [call, call]}, *results])
     assert '<|open|>call tool="f" index="2"<|sep|><|close|>call<|sep|>' in said
     assert said.index('index="1"<|sep|>1') < said.index('index="2"<|sep|>2')
+
+
+def test_a_conversation_may_end_in_calls_where_no_reply_follows():
+    ended = rendered([USER, ASKS], add_generation_prompt=False)
+    assert ended.endswith("<|close|>tools<|sep|><|close|>message<|sep|><|end_of_msg|>")
+    assert rendered([USER, ASKS, *RESULTS], add_generation_prompt=False).startswith(ended)
+    for messages in ([USER, ASKS, USER], [USER, ASKS, RESULTS[0]]):
+        assert "call 'y' has no result" in refused(messages, add_generation_prompt=False)
+    named = rendered([USER, {"role": "assistant", "name": 'Al "&"', "content": "x"}])
+    assert '<|open|>message role="assistant" name="Al &quot;&amp;&quot;"<|sep|>' in named
+
+
+ODD: list = [
+    *[
+        None,
+        0,
+        False,
+        True,
+        1,
+        -1.5,
+        "",
+        " ",
+        "x",
+        "\ud83d",
+        "<|open|>",
+        b"x",
+        10**6000,
+        {1},
+        print,
+    ],
+    *[[], ["a"], [[]], [None], {}, {"a": 1}, {1: 2}, {"a": "\ud83d"}, float("nan"), (1, 2)],
+    *["user", "assistant", "tool", '{"a":1}', '{"a"', "null", "max", "required", "json_schema"],
+    *[[{"type": "text"}], [{"type": ["image"]}], {"type": {}}, {"type": "json_schema"}],
+    *[{"function": None}, {"function": {"name": "f"}}, [{"function": {"name": "f"}}]],
+    *[[{"name": "f", "arguments": []}], [{"id": {}, "name": "f"}], [{"id": ["a"], "name": "f"}]],
+]
+KEYS = ("role", "content", "name", "tools", "tool_calls", "tool_call_id", "reasoning", "x", 3, None)
+
+
+def odd_message(chance):
+    role = chance.choice(("user", "assistant", "tool", "system"))
+    message = {"role": role, "content": "c"}
+    if role == "tool":
+        message["tool_call_id"] = "f:1"
+    for _ in range(chance.randrange(3)):
+        message[chance.choice(KEYS)] = chance.choice(ODD)
+    return message if chance.random() < 0.95 else chance.choice(ODD)
+
+
+def test_whatever_is_given_is_rendered_or_refused():
+    """Nothing but a `ChatError`, which prints."""
+    chance, rendered_count = random.Random(1), 0
+    options = ("tools", "thinking", "thinking_effort", "tool_choice", "response_format")
+    for _ in range(4000):
+        messages = [odd_message(chance) for _ in range(chance.randrange(1, 4))]
+        given = {name: chance.choice(ODD) for name in options if chance.random() < 0.1}
+        try:
+            assert chat_format.render(TOKENIZER, messages, **given)
+            rendered_count += 1
+        except kj.ChatError as error:
+            assert str(error).startswith("conversation:\n")
+    assert rendered_count > 100
 
 
 def test_a_tokenizer_without_markers_is_refused():

@@ -287,13 +287,24 @@ def test_text_that_looks_like_a_marker_is_text():
 
 
 @unhurried
-@given(st.text("ab", max_size=8), st.lists(st.text("ab", min_size=1, max_size=3), max_size=2))
-def test_stop_strings_end_the_answer_alone(answer, stops):
-    text = f"{answer}<|close|>think<|sep|><|open|>response<|sep|>{answer}<|close|>response<|sep|>"
-    events, parser = parsed(ids(text), True, stops)
+@given(
+    st.lists(st.text("ab", min_size=1, max_size=3), max_size=6),
+    st.lists(st.text("ab", min_size=1, max_size=3), max_size=2),
+    st.sampled_from(["thinking", "no thinking", "no channel"]),
+)
+def test_stop_strings_end_the_answer_alone(pieces, stops, begin):
+    """However it is split into tokens, and whether or not it may still turn out to be thinking."""
+    answer = "".join(pieces)
+    before = {
+        "thinking": f"{answer}<|close|>think<|sep|><|open|>response<|sep|>",
+        "no channel": f"{answer}<|close|>think<|sep|>",
+    }.get(begin, "")
+    split = [token for piece in pieces for token in TOKENIZER.encode(piece)]
+    tokens = [*ids(before), *split, *ids("<|close|>response<|sep|>")]
+    events, parser = parsed(tokens, begin != "no thinking", stops)
     found = [(answer.find(stop) + len(stop), answer.find(stop)) for stop in stops if stop in answer]
     _, at = min(found, default=(0, len(answer)))  # the one that is complete first
-    assert said(parser)[:2] == (answer, answer[:at])
+    assert said(parser)[:2] == (answer if before else "", answer[:at])
     assert "".join(event.text for event in events if event.kind == "text") == answer[:at]
 
 
