@@ -52,7 +52,7 @@ class Screen:
         self._write(self._aside, text, "dim")
 
     def remark(self, text: str) -> None:
-        """A remark of whole lines."""
+        """A remark of complete lines."""
         self.aside(f"{text}\n")
 
     def end_answer(self) -> None:
@@ -62,9 +62,9 @@ class Screen:
     def _write(self, console: Console, text: str, style: str | None) -> None:
         if console.is_terminal:
             text = _CONTROLS.sub("\ufffd", text)  # what a model writes must not steer a terminal
-        with console.capture() as said:  # rich would end the program where a pipe is closed
+        with console.capture() as captured:  # rich would end the program where a pipe is closed
             console.print(text, end="", style=style, soft_wrap=True)
-        console.file.write(said.get())
+        console.file.write(captured.get())
         console.file.flush()
 
 

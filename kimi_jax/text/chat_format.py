@@ -104,11 +104,11 @@ class Markup:
         return [*self.opening(tag, **attributes), *body, *self.closing(tag)]
 
     def message(self, body: Iterable[Segment], **attributes: str) -> list[Segment]:
-        """A whole message."""
+        """One complete message."""
         return [*self.element("message", body, **attributes), self.end]
 
     def option(self, kind: str, body: str) -> list[Segment]:
-        """A system message that tells the model an option."""
+        """A system message that states an option."""
         return self.message([body], role="system", type=kind)
 
 

@@ -1,6 +1,6 @@
-"""What a caller gives for a chat, read and checked: messages to turns, tools and options to text.
+"""Input of a chat, checked: messages to turns, tools and options to text.
 
-Nothing here raises: each reader adds what is wrong to a list of problems, one line each.
+Nothing here raises: each function adds what is wrong to a list of problems, one line each.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """A message that has been read: its place among the messages, and what is rendered of it."""
+    """A checked message: its place among the messages, and what is rendered of it."""
 
     place: str
     role: str
@@ -58,7 +58,7 @@ def call_id(name: str, index: int) -> str:
 
 
 def either(names: Sequence[str]) -> str:
-    """Names as a list in a sentence."""
+    """Names joined with commas and "or"."""
     return f"{', '.join(names[:-1])} or {names[-1]}"
 
 

@@ -1,5 +1,5 @@
-"""JSON that can be written, read and rendered again everywhere: finite numbers, whole surrogate
-pairs, text for keys, moderate nesting. Python's `json` is laxer, on both sides.
+"""JSON that every reader accepts: finite numbers, valid Unicode, string keys, bounded nesting.
+Python's `json` reads and writes more than that.
 """
 
 import json

@@ -25,7 +25,7 @@ _BEGUN_ATTRIBUTE = re.compile(r'\s*(?:([\w-]+)(=(?:"[^"]*)?)?)?')
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """A tag that has been read: its name, its attributes, and whether that is all it says."""
+    """A parsed tag: its name, its attributes, and what is wrong with it."""
 
     name: str
     attributes: dict[str, str]
@@ -33,7 +33,7 @@ class Header:
 
     @classmethod
     def of(cls, given: "HeaderText") -> "Header":
-        """The header between a marker and <|sep|>."""
+        """Parse the text between a marker and <|sep|>."""
         text = str(given).strip()
         name = _tag_name(text)
         pairs = _ATTRIBUTE.findall(text, len(name))
@@ -58,7 +58,7 @@ class HeaderText:
         self._length = 0
 
     def add(self, text: str) -> None:
-        """More of it, dropped where it is too long."""
+        """Add text, which is dropped where the tag gets too long."""
         self._length += len(text)
         self.is_long = self._length > MAX_HEADER
         if self.is_long:
@@ -91,7 +91,7 @@ class HeaderText:
         if begun is None or keys is None:
             return False
         key, value = begun[1] or "", begun[2]
-        return key in keys if value else any(known.startswith(key) for known in (*keys, ""))
+        return key in keys if value else any(name.startswith(key) for name in (*keys, ""))
 
 
 def _tag_name(text: str) -> str:

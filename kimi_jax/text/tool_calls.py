@@ -1,7 +1,7 @@
-"""Tool calls of a reply, put together as they come. Knows no arrays.
+"""Tool calls of a reply, built as they come. Knows no arrays.
 
-A call that is handed out can be rendered again: its name is not empty, its arguments are finite
-numbers, whole text and moderate nesting, and nothing in its markup was damaged.
+A call that is returned can be rendered again: it has a name, its arguments are JSON that every
+reader accepts (finite numbers, valid Unicode, bounded nesting), and its markup was not damaged.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ class ToolCall:
 
 
 class CallBuilder:
-    """A call as it comes: its name, the arguments so far, and the first thing wrong with it."""
+    """A call while it is read: its name, its arguments so far, and the first problem with it."""
 
     def __init__(self, header: Header):
         self.name = header.attributes.get("tool", "")
@@ -35,24 +35,24 @@ class CallBuilder:
         self.fail(header.problem)
 
     def fail(self, problem: str | None) -> None:
-        """Note that the call cannot be used."""
+        """Record the first problem; the call will be left out."""
         self.problem = self.problem or problem
 
     def begin(self, header: Header) -> None:
-        """An argument or a JSON block opens."""
+        """Begin an argument or a JSON block."""
         self._element = header
         self._raw.clear()
 
     def add(self, text: str) -> None:
-        """More of what is open."""
+        """Add text to the open argument or JSON block."""
         self._raw.append(text)
 
     def abandon(self) -> None:
-        """What is open will not be closed."""
-        self.fail(f"{self._what()} has no end")
+        """Record that the open argument or JSON block was not closed."""
+        self.fail(f"{self._described()} has no end")
 
     def end(self) -> None:
-        """What is open closes: a string as it stands, anything else as JSON of its type."""
+        """End the open argument or JSON block: a string is kept as is, other types are parsed."""
         header, raw = self._element, "".join(self._raw)
         self._raw.clear()
         self.fail(header.problem)
@@ -73,7 +73,7 @@ class CallBuilder:
         value = self._parsed(raw, kind)
         self._json = value if isinstance(value, dict) else {}
         if kind != "object":
-            self.fail(f"{self._what()} is not of type 'object' but {shown(kind)}")
+            self.fail(f"{self._described()} is not of type 'object' but {shown(kind)}")
 
     def _end_argument(self, raw: str, kind: str) -> None:
         key = self._element.attributes.get("key")
@@ -82,19 +82,19 @@ class CallBuilder:
         if self._json is not None:
             self.fail("a JSON block is not its only child")
         if key in self.arguments:
-            self.fail(f"{self._what()} comes twice")
+            self.fail(f"{self._described()} comes twice")
         self.arguments[key] = raw if kind == "string" else self._parsed(raw, kind)
 
     def _parsed(self, raw: str, kind: str) -> Any:
         try:
             value = strict_json.parse(raw, unique_keys=True)
         except ValueError as error:
-            return self.fail(f"{self._what()} is not usable JSON: {shown(raw)}: {error}")
+            return self.fail(f"{self._described()} is not usable JSON: {shown(raw)}: {error}")
         if strict_json.type_name(value) != kind:
-            self.fail(f"{self._what()} is not of type {shown(kind)}: {shown(raw)}")
+            self.fail(f"{self._described()} is not of type {shown(kind)}: {shown(raw)}")
         return value
 
-    def _what(self) -> str:
+    def _described(self) -> str:
         if self._element.name == "json":
             return "its JSON block"
         return f"argument {shown(self._element.attributes.get('key', ''))}"
