@@ -12,7 +12,8 @@ import numpy as np
 
 from ..config.config import Config
 from ..errors import CheckpointError
-from .headers import inventory_problems, read_folder
+from .headers import read_folder
+from .inventory import inventory_problems
 from .names import FLOAT32, LM_HEAD, ROOT, Part, Weight, expert_format, weight_table
 
 _DTYPES = {
