@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec
 
 from kimi_jax.config.config import Config
 from kimi_jax.model import mxfp4
+from kimi_jax.model.experts import Experts
 from kimi_jax.model.layers import Expert
 from kimi_jax.model.mla import MLA
-from kimi_jax.model.moe import Experts
 from kimi_jax.model.state import Forms, KDAState, MLAState, Step, cache_dtype
 from kimi_jax.numerics import at_least_float32
 from kimi_jax.parallel.mesh import make_mesh

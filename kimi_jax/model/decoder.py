@@ -21,6 +21,7 @@ from ..parallel import collectives
 from ..parallel.mesh import Sizes, mesh_sizes
 from ..parallel.placement import Placement
 from ..parallel.reductions import SUM
+from ..parallel.roles import Dim, Role
 from .kda import KDA
 from .layers import MLP, Expert, linear_wide, rms_norm, weight
 from .mla import MLA
@@ -160,6 +161,7 @@ class Stack(nnx.Module):
                 meta = param.get_metadata()
                 param.set_metadata(dims=("G", *meta["dims"]))
                 param.set_metadata(counts=(span.groups, *meta["counts"]))
+                param.set_metadata(roles=(None, *meta["roles"]))
 
     def __call__(
         self, x: Array, bank: Array, states: list, step: Step
@@ -202,7 +204,7 @@ class Kimi(nnx.Module):
     """Embedding, the stacks of layers, the output mixture and norm, and the head."""
 
     def __init__(self, config: Config, dtype: DTypeLike, stacks: Sequence[Span], *, packed: bool):
-        D, Z = config.hidden, config.vocab
+        D, Z = config.hidden, Dim(config.vocab, role=Role.VOCABULARY)
         self.config, self.dtype = config, jnp.dtype(dtype)
         self.embed = weight(dtype, Z=Z, D=D)
         self.stacks = nnx.List([Stack(config, dtype, span, packed) for span in stacks])
@@ -271,12 +273,13 @@ class Declared:
     shape: tuple[int, ...]
     dtype: jnp.dtype
     dims: tuple[str, ...]
-    counts: tuple[int, ...]  # of things that are never cut apart, dim by dim
+    counts: tuple[int, ...]  # of things that are never split, dim by dim
+    roles: tuple[Role | None, ...]  # what each dim is sharded by
     names: tuple[str, ...]  # one per group, or the one name of a weight outside the layers
 
     def placed(self, place: Placement, sizes: Sizes) -> tuple[int, ...]:
         """Its shape on a mesh, completed where the placement pads."""
-        return place.whole(self.dims, self.counts, self.shape, sizes)
+        return place.padded_shape(self.roles, self.counts, self.shape, sizes)
 
 
 def declare(model: Kimi) -> Iterator[Declared]:
@@ -290,7 +293,7 @@ def declare(model: Kimi) -> Iterator[Declared]:
             layers = (span.layer(int(str(path[3])), g) for g in range(span.groups))
             names = tuple(f"layers.{layer}.{tail}" for layer in layers)
         dtype = jnp.dtype(value.dtype)
-        yield Declared(path, value.shape, dtype, meta["dims"], meta["counts"], names)
+        yield Declared(path, value.shape, dtype, meta["dims"], meta["counts"], meta["roles"], names)
 
 
 def build(
@@ -323,7 +326,7 @@ def slice_sizes(w: Declared, place: Placement, mesh: Mesh) -> list[int]:
 
 
 def _sharding(w: Declared, place: Placement, mesh: Mesh) -> NamedSharding:
-    return NamedSharding(mesh, place.spec(w.dims))
+    return NamedSharding(mesh, place.spec(w.roles))
 
 
 def holders(shape: tuple[int, ...], sharding: NamedSharding) -> dict[tuple, list]:

@@ -3,14 +3,18 @@
 
     score(t, s) = sum_j w[t, j] relu(q[t, j] . k[s] I^-0.5),   w = w_weights x J^-0.5
 
-after DeepSeek-V3.2's indexer, without rotation. Ties go to the lowest position.
+What is unusual in it, after DeepSeek-V3.2's indexer:
+- queries come from MLA's query latent, head weights from the sublayer's input, and nothing is
+  rotated;
+- a choice is exact: of equal scores the lowest position is kept, on any number of ranks;
+- where keys are sharded, ranks agree on what is kept by gathering candidates or by radix selection.
 """
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, UInt
+from jaxtyping import Array, Bool, Float, Int, Shaped, UInt
 
 from ..config.config import Config
 from ..numerics import at_least_float32
@@ -69,6 +73,29 @@ def select_mask(scores: Float[Array, "B T S"], keep: int) -> Bool[Array, "B T S"
     return ((scores > last) | ((scores == last) & (slots <= at))) & (scores > -jnp.inf)
 
 
+def select_plain(
+    scores: Float[Array, "B T S"], allowed: Bool[Array, "B T S"], keep: int
+) -> tuple[Bool[Array, "B T S"], float]:
+    """The keys that each query attends to, of those allowed, by the definition; and what is added
+    to their attention scores: nothing.
+    """
+    ranked = jax.lax.stop_gradient(jnp.where(allowed, scores, -jnp.inf))
+    return allowed & select_sorted(ranked, keep), 0.0
+
+
+def select_teach(
+    scores: Float[Array, "B T S"], allowed: Bool[Array, "B T S"], keep: int
+) -> tuple[Bool[Array, "B T S"], Float[Array, "B T S"]]:
+    """`select_plain`, adding zeros through which attention's gradient reaches the scores: a choice
+    has no gradient of its own.
+    """
+    ranked = jax.lax.stop_gradient(jnp.where(allowed, scores, -jnp.inf))
+    return allowed & select_mask(ranked, keep), scores - jax.lax.stop_gradient(scores)
+
+
+SELECTIONS = {"plain": select_plain, "teach": select_teach}  # of the definition of attention
+
+
 # The same selection where each rank holds some of the positions. Scores as `score` gives them:
 # float32 or float64, no -0.0.
 
@@ -79,31 +106,30 @@ def keep_best(
     keep: int,
     limit: int,
     axis: Axis = MODEL,
-    form: str = "auto",
+    method: str = "auto",
 ) -> Bool[Array, "B T U"]:
     """Which of a rank's candidates, the best first, are among the `keep` best keys of all ranks:
     the first ones. All ranks together keep what `select_sorted` keeps.
 
-    `positions` are below `limit`, and those of other ranks are others. `form` says how the ranks
-    find out: "candidates" or "histograms", of the same result, or "auto", the one of fewer
-    `selection_bytes`. A rank must bring as many candidates as it has keys, or `keep`.
+    `positions` are below `limit`, and no two ranks hold the same one. `method` is a name of
+    `AGREEMENTS`, of the same result, or "auto", the one of fewer `selection_bytes`; ValueError for
+    any other. A rank must bring as many candidates as it has keys, or `keep`.
     """
     n = collectives.ranks(axis)
+    if method != "auto" and method not in AGREEMENTS:
+        known = ", ".join(("auto", *AGREEMENTS))
+        raise ValueError(f"method must be one of {known}, got {method!r}")
     if n == 1:
         return best > -jnp.inf
-    if form == "auto":
+    if method == "auto":
         sent = selection_bytes(n, best.shape[-1], best.dtype, limit)
-        form = min(sent, key=lambda name: sent[name])
-    if form == "candidates":
-        return _kept_of_candidates(best, positions, keep, axis)
-    if form == "histograms":
-        return _kept_by_histograms(best, positions, keep, axis, limit)
-    raise ValueError(f"form must be auto, candidates or histograms, got {form!r}")
+        method = min(sent, key=lambda name: sent[name])
+    return AGREEMENTS[method](best, positions, keep, axis, limit)
 
 
 def selection_bytes(n: int, count: int, dtype: DTypeLike, limit: int) -> dict[str, int]:
-    """The bytes that a rank of n sends for a query in each form of `keep_best`: all its candidates
-    to every rank in one message, or one histogram a digit.
+    """The bytes that a rank of n sends for a query by each method of `keep_best`: all its `count`
+    candidates to every rank in one message, or one histogram a digit.
     """
     size = jnp.dtype(dtype).itemsize
     digits = _digits(8 * size) + _digits((limit - 1).bit_length())
@@ -115,38 +141,51 @@ def _digits(width: int) -> int:
     return -(-width // DIGIT_BITS)
 
 
-def _kept_of_candidates(
-    best: Float[Array, "B T u"], positions: Int[Array, "B T u"], keep: int, axis: Axis
+def _by_candidates(
+    best: Float[Array, "B T u"], positions: Int[Array, "B T u"], keep: int, axis: Axis, limit: int
 ) -> Bool[Array, "B T u"]:
-    """Every rank sees all candidates and finds the last that is kept."""
-    sent = to_bits(best[..., None], positions[..., None])
-    arrived = of_bits(collectives.all_gather(sent, 2, axis), (1, best.dtype), (1, jnp.int32))
-    scores, places = (x[..., 0] for x in arrived)
-    falling, places = jax.lax.sort((-scores, places), num_keys=2)
-    end = min(keep, falling.shape[-1])
-    last, at = -falling[..., end - 1 : end], places[..., end - 1 : end]
-    return ((best > last) | ((best == last) & (positions <= at))) & (best > -jnp.inf)
+    """Every rank gathers all candidates and finds the last that is kept."""
+    # Gather (score, position) of all ranks.
+    messages = collectives.all_gather(to_bits(best[..., None], positions[..., None]), 2, axis)
+    columns = of_bits(messages, (1, best.dtype), (1, jnp.int32))
+    all_scores, all_positions = (x[..., 0] for x in columns)
+
+    # Order them: falling scores, of equals rising positions.
+    negated, all_positions = jax.lax.sort((-all_scores, all_positions), num_keys=2)
+    end = min(keep, negated.shape[-1])
+    last_score, last_position = -negated[..., end - 1 : end], all_positions[..., end - 1 : end]
+
+    # A candidate is kept that ranks no lower than the last one.
+    ties = (best == last_score) & (positions <= last_position)
+    return ((best > last_score) | ties) & (best > -jnp.inf)
 
 
-def _kept_by_histograms(
+def _by_histograms(
     best: Float[Array, "B T u"], positions: Int[Array, "B T u"], keep: int, axis: Axis, limit: int
 ) -> Bool[Array, "B T u"]:
     """Radix selection: digit by digit from the top, the ranks count together how many candidates
     have which digit among those that agree with the last kept one so far.
     """
+    # A candidate's key is its score, then its position, the lowest first; both as unsigned numbers.
     score_keys = _sortable(best)
-    places = (limit - 1 - positions).astype(jnp.uint32)
-    undecided, kept = best > -jnp.inf, jnp.zeros(best.shape, bool)
-    left = jnp.full((*best.shape[:2], 1), keep, jnp.int32)
-    for keys, width in ((score_keys, 8 * best.dtype.itemsize), (places, (limit - 1).bit_length())):
+    position_keys = (limit - 1 - positions).astype(jnp.uint32)
+    score_width, position_width = 8 * best.dtype.itemsize, (limit - 1).bit_length()
+
+    undecided = best > -jnp.inf  # equal to the last kept key in all digits so far
+    kept = jnp.zeros(best.shape, bool)
+    left = jnp.full((*best.shape[:2], 1), keep, jnp.int32)  # how many of the undecided to keep
+    for keys, width in ((score_keys, score_width), (position_keys, position_width)):
         for i in reversed(range(_digits(width))):
             digit = ((keys >> (i * DIGIT_BITS)) & (2**DIGIT_BITS - 1)).astype(jnp.int32)
             counts = collectives.all_reduce(_histogram(digit, undecided), axis=axis)
-            last, above = _digit_of(left, counts)
-            kept |= undecided & (digit > last)
-            undecided &= digit == last
+            last_digit, above = _digit_of(left, counts)
+            kept |= undecided & (digit > last_digit)
+            undecided &= digit == last_digit
             left -= above
     return kept | undecided
+
+
+AGREEMENTS = {"candidates": _by_candidates, "histograms": _by_histograms}
 
 
 def _sortable(x: Float[Array, "B T u"]) -> UInt[Array, "B T u"]:
@@ -177,7 +216,7 @@ def _digit_of(
 
 
 class Indexer(nnx.Module):
-    """Projects index keys and queries. Whole on every rank, so that all select the same keys."""
+    """Projects index keys and queries. Replicated, so that all ranks select the same keys."""
 
     def __init__(self, config: Config, dtype: DTypeLike):
         J, I, D, Q = config.index_heads, config.index_dim, config.hidden, config.q_rank  # noqa: E741
@@ -209,24 +248,25 @@ class Indexer(nnx.Module):
 def score_cache(
     q: Float[Array, "B T J I"],
     w: Float[Array, "B T J"],
-    cache: Array,
+    cache: Shaped[Array, "G B S0 I"],
     positions: Int[Array, "B T"],
     step: Step,
     block: int,
     slots: int | None = None,
 ) -> Float[Array, "B T S"]:
-    """Scores against this rank's cache of index keys, -inf beyond each query's own position; empty
-    blocks cost nothing. Where no slot from `slots` on holds a key, those are left out.
+    """Scores of the first `slots` slots (default: all) of this rank's cache of index keys, -inf
+    beyond each query's position. Only blocks that hold keys are read.
     """
     B, T = positions.shape
     S = slots or cache.shape[2]
-    dtype = at_least_float32(q.dtype)
 
-    def one(i: Array, scores: Array) -> Array:
+    def score_block(i: Array, scores: Array) -> Array:
         first = jnp.minimum(i * block, S - block)
-        keys, held = read_block(cache, first, block, q.dtype, step)
-        seen = jnp.where(held[None, None] <= positions[..., None], score(q, w, keys), -jnp.inf)
-        return jax.lax.dynamic_update_slice_in_dim(scores, seen, first, 2)
+        keys, key_positions = read_block(cache, first, block, q.dtype, step)
+        is_seen = key_positions[None, None] <= positions[..., None]
+        block_scores = jnp.where(is_seen, score(q, w, keys), -jnp.inf)
+        return jax.lax.dynamic_update_slice_in_dim(scores, block_scores, first, 2)
 
     blocks = (step.held + block - 1) // block
-    return jax.lax.fori_loop(0, blocks, one, jnp.full((B, T, S), -jnp.inf, dtype))
+    nothing = jnp.full((B, T, S), -jnp.inf, at_least_float32(q.dtype))
+    return jax.lax.fori_loop(0, blocks, score_block, nothing)

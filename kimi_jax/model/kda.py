@@ -1,29 +1,38 @@
-"""Kimi Delta Attention: short convolutions, per-channel decay and the delta rule, recurrent and in
-chunks.
-
-Per head, with state [K, V] in float32 (Kimi Linear, arXiv 2510.26692):
+"""Kimi Delta Attention (KDA): linear attention with a state of constant size. Per head, with a
+state [K, V] (Kimi Linear, arXiv 2510.26692):
 
     state <- diag(exp(log_decay)) state
     state <- state + beta k (v - k^T state)^T         # the delta sees the DECAYED state
     o      = q^T state
+
+What is unusual in it:
+- the decay is per key channel, not per head: a chunk needs K exponentials a pair of tokens or
+  reference sums that keep every exponent small (`decayed_products`);
+- q, k and v each pass a short causal convolution with a SiLU, so a layer keeps the last inputs of
+  each (conv state) beside the recurrent state;
+- q and k have unit length; the state and all that decides it is at least float32, whatever the
+  model's type;
+- K and V may differ.
 """
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from ..config.config import Config
 from ..numerics import at_least_float32, widen
+from ..parallel.roles import Dim, Role
 from .layers import HIGHEST, linear, linear_wide, weight, with_rank
 from .state import KDAState, Step
 
-BLOCK = 16
-SAFE = 80.0  # exponents up to here stay finite in float32
+BLOCK = 16  # tokens of a block of `decayed_products`
+LARGEST_EXPONENT = 80.0  # exp up to here is finite in float32
 L2_EPS = 1e-6
 
 
@@ -38,6 +47,11 @@ def l2_norm(x: Float[Array, "*rows K"]) -> Float[Array, "*rows K"]:
     """x / sqrt(sum x^2 + 1e-6), in at least float32."""
     wide = widen(x)
     return wide * jax.lax.rsqrt(jnp.sum(wide * wide, -1, keepdims=True) + L2_EPS)
+
+
+def split_heads(x: Float[Array, "B T HK"], width: int) -> Float[Array, "B T H K"]:
+    """Heads of `width` channels each, side by side in x, as a dim."""
+    return x.reshape(*x.shape[:2], -1, width)
 
 
 def log_decay(
@@ -60,25 +74,25 @@ def log_decay(
 
 def convolve(
     x: Float[Array, "B T C"],
-    window: Float[Array, "B W1 C"],
+    conv_state: Float[Array, "B W1 C"],
     taps: Float[Array, "C W"],
     lengths: Int[Array, " B"],
 ) -> tuple[Float[Array, "B T C"], Float[Array, "B W1 C"]]:
-    """silu of the causal depthwise convolution of [window, x], and the last W - 1 inputs of each
-    row.
+    """silu of the causal depthwise convolution of [conv_state, x], and the next conv state: the
+    last W - 1 inputs of each row.
 
-    The last tap meets the current token. The new window ends at each row's own length, so padding
-    never enters it.
+    The last tap multiplies the current token. The next conv state ends at each row's length, so
+    padding never enters it.
     """
     W, T = taps.shape[1], x.shape[1]
-    joined = jnp.concatenate([window.astype(x.dtype), x], axis=1)
-    summed = sum(widen(joined[:, i : i + T]) * taps[None, None, :, i] for i in range(W))
-    kept = lengths[:, None] + jnp.arange(W - 1, dtype=jnp.int32)[None]
-    window = jnp.take_along_axis(joined, kept[..., None], axis=1)
-    return jax.nn.silu(summed).astype(x.dtype), window
+    inputs = jnp.concatenate([conv_state.astype(x.dtype), x], axis=1)
+    summed = sum(widen(inputs[:, i : i + T]) * taps[None, None, :, i] for i in range(W))
+    last_inputs = lengths[:, None] + jnp.arange(W - 1, dtype=jnp.int32)[None]
+    conv_state = jnp.take_along_axis(inputs, last_inputs[..., None], axis=1)
+    return jax.nn.silu(summed).astype(x.dtype), conv_state
 
 
-def step(
+def recurrent_step(
     state: Float[Array, "B H K V"],
     q: Float[Array, "B H K"],
     k: Float[Array, "B H K"],
@@ -100,61 +114,89 @@ def recurrent(
     v: Float[Array, "B T H V"],
     decay: Float[Array, "B T H K"],
     beta: Float[Array, "B T H"],
+    chunk: int = 1,
+    steepest: float = -math.inf,
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
-    """Token by token: the definition."""
+    """Token by token: the definition. `chunk` and `steepest`, of `chunked`, change nothing."""
     inputs = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (q, k, v, decay, beta))
-    state, o = jax.lax.scan(lambda carry, token: step(carry, *token), state, inputs)
+    state, o = jax.lax.scan(lambda carry, token: recurrent_step(carry, *token), state, inputs)
     return state, jnp.moveaxis(o, 0, 1)
 
 
 def decayed_products(
-    a: Float[Array, "n C K"],
-    b: Float[Array, "n C K"],
-    total: Float[Array, "n C K"],
+    rows: Float[Array, "n C K"],
+    columns: Float[Array, "n C K"],
+    cumulative: Float[Array, "n C K"],
     block: int,
     steepest: float,
 ) -> Float[Array, "n C C"]:
-    """sum_k a[i, k] b[j, k] exp(total[i, k] - total[j, k]) for j <= i, zero above; `total` falls
-    with i, by at most `steepest` a row.
+    """sum_k rows[i, k] columns[j, k] exp(cumulative[i, k] - cumulative[j, k]) for j <= i, zero
+    above. `cumulative` is the running sum of the log decay: it falls with i, by at most `steepest`
+    (<= 0) a token.
 
-    A later row meets earlier columns through the sum at its block's start, which lies between the
-    two: no exponent is positive. Rows and columns of one block meet through the sum at its middle
-    where no exponent can pass `SAFE`, and else through their differences, which costs K times the
-    exponentials.
+    No exponent may be large: exp(cumulative[i]) and exp(-cumulative[j]) alone overflow within a
+    chunk. Blocks below the diagonal take the sum at the start of the row's block as the reference
+    of both factors; it lies between the two, so no exponent is positive. Blocks on the diagonal:
+    see `_diagonal_block`.
     """
-    rows = [
-        _decayed_rows(a, b, total, first, block, steepest) for first in range(0, a.shape[-2], block)
+    C = rows.shape[-2]
+    block_rows = [
+        _decayed_block_row(rows, columns, cumulative, first, block, steepest)
+        for first in range(0, C, block)
     ]
-    return jnp.concatenate(rows, axis=-2)
+    return jnp.concatenate(block_rows, axis=-2)
 
 
-def _decayed_rows(
-    a: Array, b: Array, total: Array, first: int, block: int, steepest: float
-) -> Array:
-    """Rows `first` to `first + block` of `decayed_products`: earlier columns, the diagonal block,
-    zeros above it.
+def _decayed_block_row(
+    rows: Array, columns: Array, cumulative: Array, first: int, block: int, steepest: float
+) -> Float[Array, "n block C"]:
+    """Rows `first` to `first + block` of `decayed_products`: what lies left of the diagonal block,
+    that block, and zeros right of it.
     """
-    end, C = first + block, a.shape[-2]
-    rows, columns, decayed = a[..., first:end, :], b[..., first:end, :], total[..., first:end, :]
-    lower = jnp.tril(jnp.ones((block, block), bool))
-    if -steepest * block / 2 <= SAFE:
-        offset = decayed - decayed[..., block // 2 : block // 2 + 1, :]
-        meeting = dot("nik,njk->nij", rows * jnp.exp(offset), columns * jnp.exp(-offset))
-        diagonal = jnp.where(lower[None], meeting, 0)
-    else:
-        gap = jnp.where(
-            lower[None, ..., None], decayed[..., :, None, :] - decayed[..., None, :, :], -jnp.inf
-        )
-        diagonal = jnp.sum(rows[..., :, None, :] * columns[..., None, :, :] * jnp.exp(gap), -1)
-    parts = [diagonal]
-    if end < C:
-        parts.append(jnp.zeros((*a.shape[:-2], block, C - end), a.dtype))
+    n, C, _ = rows.shape
+    end = first + block
+    rows_here, sums_here = rows[:, first:end], cumulative[:, first:end]
+    parts = []
     if first:
-        start = total[..., first - 1 : first, :]
-        columns = b[..., :first, :] * jnp.exp(start - total[..., :first, :])
-        rows = rows * jnp.exp(decayed - start)
-        parts.insert(0, dot("nik,njk->nij", rows, columns))
+        reference = cumulative[:, first - 1 : first]
+        earlier = columns[:, :first] * jnp.exp(reference - cumulative[:, :first])
+        parts.append(dot("nik,njk->nij", rows_here * jnp.exp(sums_here - reference), earlier))
+    parts.append(_diagonal_block(rows_here, columns[:, first:end], sums_here, steepest))
+    if end < C:
+        parts.append(jnp.zeros((n, block, C - end), rows.dtype))
     return jnp.concatenate(parts, axis=-1)
+
+
+def _diagonal_block(
+    rows: Float[Array, "n block K"],
+    columns: Float[Array, "n block K"],
+    cumulative: Float[Array, "n block K"],
+    steepest: float,
+) -> Float[Array, "n block block"]:
+    """`decayed_products` within one block. The sum at the middle of the block is the reference
+    where no exponent can then pass `LARGEST_EXPONENT`; else every pair takes its own difference,
+    which costs K times the exponentials.
+    """
+    block = rows.shape[1]
+    lower = jnp.tril(jnp.ones((block, block), bool))[None]
+    if -steepest * block / 2 <= LARGEST_EXPONENT:
+        offset = cumulative - cumulative[:, block // 2 : block // 2 + 1]
+        products = dot("nik,njk->nij", rows * jnp.exp(offset), columns * jnp.exp(-offset))
+        return jnp.where(lower, products, 0)
+    differences = cumulative[:, :, None] - cumulative[:, None]
+    decay = jnp.exp(jnp.where(lower[..., None], differences, -jnp.inf))
+    return jnp.sum(rows[:, :, None] * columns[:, None] * decay, -1)
+
+
+class ChunkTerms(NamedTuple):
+    """What a chunk of C tokens contributes besides the state S that it starts from."""
+
+    free_errors: Float[Array, "*dims C V"]  # errors of the delta rule if S were zero
+    state_to_error: Float[Array, "*dims C K"]  # errors = free_errors - state_to_error S
+    state_to_output: Float[Array, "*dims C K"]  # queries, decayed since the start of the chunk
+    error_to_output: Float[Array, "*dims C C"]  # queries on keys of the chunk, lower triangle
+    error_to_state: Float[Array, "*dims C K"]  # keys, decayed until the end of the chunk
+    state_decay: Float[Array, "*dims 1 K"]  # of the whole chunk
 
 
 def chunked(
@@ -167,34 +209,39 @@ def chunked(
     chunk: int = 64,
     steepest: float = -math.inf,
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
-    """`recurrent`, a chunk at a time: the tokens of a chunk meet in products, only chunks follow
-    each other.
+    """`recurrent` in its chunkwise-parallel form: matrix products within a chunk, a scan over
+    chunks. `chunk`: tokens of a chunk; `steepest`: no log decay of a token is below it.
 
-    Within a chunk, with G the running sum of the log decay and A[i, j] = k_i . (k_j exp(G_i -
-    G_j)), the errors u solve (I + beta tril(A, -1)) u = beta (v - (k exp(G)) state). Padding to
-    whole chunks has no decay and no beta. `steepest`: a bound that no log decay of a token falls
-    below.
+    With G the running sum of the log decay within a chunk and A[i, j] = k_i . (k_j exp(G_i - G_j)),
+    the errors u solve (I + beta tril(A, -1)) u = beta (v - (k exp(G)) state).
     """
-    T = q.shape[1]
+    B, T, H, _ = q.shape
     block = min(BLOCK, chunk)
     chunk = min(-(-chunk // block), -(-T // block)) * block
+
+    # Pad to full chunks. Padding neither decays nor writes: its log decay and beta are zero.
     parts = [_in_chunks(x, chunk) for x in (q, k, v, decay, beta[..., None])]
-    # Chunks, rows and heads as one dim: XLA:CPU of jaxlib 0.10.2 hangs or crashes in reductions of
-    # rank 7 (jax #39257).
-    terms = _chunk_terms(
-        *(x.reshape(-1, *x.shape[3:]) for x in parts), block=block, steepest=steepest
-    )
-    terms = [x.reshape(*parts[0].shape[:3], *x.shape[1:]) for x in terms]
+    chunks = parts[0].shape[0]
+
+    # Everything that needs no state, for all chunks at once. Chunks, rows and heads are one dim:
+    # XLA:CPU of jaxlib 0.10.2 hangs or crashes in reductions of rank 7 (jax #39257).
+    flat = [x.reshape(-1, *x.shape[3:]) for x in parts]
+    terms = _chunk_terms(*flat, block=block, steepest=steepest)
+    terms = jax.tree.map(lambda x: x.reshape(chunks, B, H, *x.shape[1:]), terms)
+
+    # The state passes from chunk to chunk.
     state, o = jax.lax.scan(_chunk_step, state, terms)
+
+    # Chunks back to tokens, without the padding.
     o = jnp.moveaxis(o, (0, 3), (1, 2))  # [n, B, H, C, V] -> [B, n, C, H, V]
-    return state, o.reshape(o.shape[0], -1, *o.shape[3:])[:, :T]
+    return state, o.reshape(B, -1, *o.shape[3:])[:, :T]
 
 
 def _in_chunks(x: Float[Array, "B T H K"], chunk: int) -> Float[Array, "n B H C K"]:
-    pad = -x.shape[1] % chunk
-    x = jnp.pad(x, ((0, 0), (0, pad), (0, 0), (0, 0)))
-    x = x.reshape(x.shape[0], -1, chunk, *x.shape[2:])
-    return jnp.moveaxis(x, (1, 3), (0, 2))
+    """Zero-padded to a multiple of `chunk` tokens and split into chunks."""
+    B, T, H, _ = x.shape
+    x = jnp.pad(x, ((0, 0), (0, -T % chunk), (0, 0), (0, 0)))
+    return jnp.moveaxis(x.reshape(B, -1, chunk, H, x.shape[-1]), (1, 3), (0, 2))
 
 
 def unit_lower_inverse(lower: Float[Array, "n C C"]) -> Float[Array, "n C C"]:
@@ -206,44 +253,67 @@ def unit_lower_inverse(lower: Float[Array, "n C C"]) -> Float[Array, "n C C"]:
     at once.
     """
     n, C = lower.shape[:2]
-    size = 1 << (C - 1).bit_length()
-    lower = jnp.pad(lower, ((0, 0), (0, size - C), (0, size - C)))
-    inverse = jnp.ones((n, size, 1, 1), lower.dtype)
-    s = 1
-    while s < size:
-        pair = jnp.arange(size // (2 * s), dtype=jnp.int32)
-        below = lower.reshape(n, len(pair), 2, s, len(pair), 2, s)[:, pair, 1, :, pair, 0]
-        top, bottom = inverse[:, 0::2], inverse[:, 1::2]
-        corner = -dot("npij,npjk,npkl->npil", bottom, jnp.moveaxis(below, 0, 1), top)
+    full = 1 << (C - 1).bit_length()  # the next power of two
+    lower = jnp.pad(lower, ((0, 0), (0, full - C), (0, full - C)))
+    inverses = jnp.ones((n, full, 1, 1), lower.dtype)  # of the diagonal blocks of `size`
+    size = 1
+    while size < full:
+        pair = jnp.arange(full // (2 * size), dtype=jnp.int32)
+        blocks = lower.reshape(n, len(pair), 2, size, len(pair), 2, size)
+        below = jnp.moveaxis(blocks[:, pair, 1, :, pair, 0], 0, 1)  # under each pair's upper block
+        top, bottom = inverses[:, 0::2], inverses[:, 1::2]
+        corner = -dot("npij,npjk,npkl->npil", bottom, below, top)
         upper = jnp.concatenate([top, jnp.zeros_like(top)], -1)
-        inverse = jnp.concatenate([upper, jnp.concatenate([corner, bottom], -1)], -2)
-        s *= 2
-    return inverse[:, 0, :C, :C]
+        inverses = jnp.concatenate([upper, jnp.concatenate([corner, bottom], -1)], -2)
+        size *= 2
+    return inverses[:, 0, :C, :C]
 
 
 def _chunk_terms(
-    q: Array, k: Array, v: Array, decay: Array, beta: Array, block: int, steepest: float
-) -> tuple[Array, ...]:
-    """What a chunk needs besides the state, for all chunks at once."""
-    C = k.shape[-2]
-    # A running sum as a product: XLA's scan would be fused into, and computed again by, everything
-    # that reads it.
-    total = dot("ij,njk->nik", jnp.tril(jnp.ones((C, C), k.dtype)), decay)
-    grown = jnp.exp(total)
-    among_keys = beta * jnp.tril(decayed_products(k, k, total, block, steepest), -1)
-    solve = beta[..., 0][..., None, :] * unit_lower_inverse(among_keys)
-    errors, seen = dot("nij,njv->niv", solve, v), dot("nij,njk->nik", solve, k * grown)
-    among = decayed_products(q, k, total, block, steepest)
-    last = total[..., -1:, :]
-    return errors, seen, q * grown, among, k * jnp.exp(last - total), jnp.exp(last)
+    q: Float[Array, "n C K"],
+    k: Float[Array, "n C K"],
+    v: Float[Array, "n C V"],
+    decay: Float[Array, "n C K"],
+    beta: Float[Array, "n C 1"],
+    block: int,
+    steepest: float,
+) -> ChunkTerms:
+    """What chunks contribute besides their states."""
+    C = k.shape[1]
+
+    # Running sum of the log decay, as a product: XLA's scan would be fused into, and computed again
+    # by, everything that reads it.
+    running_sum = jnp.tril(jnp.ones((C, C), k.dtype))
+    cumulative = dot("ij,njk->nik", running_sum, decay)
+    since_start = jnp.exp(cumulative)
+    at_end = cumulative[:, -1:]
+
+    # Solve for the errors: each token sees what earlier tokens of the chunk wrote.
+    key_products = beta * jnp.tril(decayed_products(k, k, cumulative, block, steepest), -1)
+    solve = beta.swapaxes(1, 2) * unit_lower_inverse(key_products)
+
+    return ChunkTerms(
+        free_errors=dot("nij,njv->niv", solve, v),
+        state_to_error=dot("nij,njk->nik", solve, k * since_start),
+        state_to_output=q * since_start,
+        error_to_output=decayed_products(q, k, cumulative, block, steepest),
+        error_to_state=k * jnp.exp(at_end - cumulative),
+        state_decay=jnp.exp(at_end),
+    )
 
 
-def _chunk_step(state: Array, terms: list[Array]) -> tuple[Array, Array]:
-    errors, seen, reads, among, writes, kept = terms
-    errors = errors - dot("bhck,bhkv->bhcv", seen, state)
-    o = dot("bhck,bhkv->bhcv", reads, state) + dot("bhij,bhjv->bhiv", among, errors)
-    state = jnp.swapaxes(kept, -1, -2) * state + dot("bhck,bhcv->bhkv", writes, errors)
-    return state, o
+def _chunk_step(
+    state: Float[Array, "B H K V"], terms: ChunkTerms
+) -> tuple[Float[Array, "B H K V"], Float[Array, "B H C V"]]:
+    """The state after a chunk, and the outputs of its tokens."""
+    errors = terms.free_errors - dot("bhck,bhkv->bhcv", terms.state_to_error, state)
+    from_state = dot("bhck,bhkv->bhcv", terms.state_to_output, state)
+    o = from_state + dot("bhij,bhjv->bhiv", terms.error_to_output, errors)
+    written = dot("bhck,bhcv->bhkv", terms.error_to_state, errors)
+    return jnp.swapaxes(terms.state_decay, -1, -2) * state + written, o
+
+
+IMPLEMENTATIONS = {"chunked": chunked, "recurrent": recurrent}
 
 
 class KDA(nnx.Module):
@@ -251,87 +321,103 @@ class KDA(nnx.Module):
 
     def __init__(self, config: Config, dtype: DTypeLike):
         D, W = config.hidden, config.conv_width
-        H, K, V = config.kda_heads, config.kda_key_dim, config.kda_value_dim
+        K, V = config.kda_key_dim, config.kda_value_dim
+        H = Dim(config.kda_heads, role=Role.HEADS)
+        HK = Dim(config.kda_heads, K, Role.HEADS)
+        HV = Dim(config.kda_heads, V, Role.HEADS)
         wide = at_least_float32(dtype)
         self.config = config
-        self.w_q = weight(dtype, HK=(H, K), D=D)
-        self.w_k = weight(dtype, HK=(H, K), D=D)
-        self.w_v = weight(dtype, HV=(H, V), D=D)
-        self.conv_q = weight(wide, HK=(H, K), W=W)
-        self.conv_k = weight(wide, HK=(H, K), W=W)
-        self.conv_v = weight(wide, HV=(H, V), W=W)
+        self.w_q = weight(dtype, HK=HK, D=D)
+        self.w_k = weight(dtype, HK=HK, D=D)
+        self.w_v = weight(dtype, HV=HV, D=D)
+        self.conv_q = weight(wide, HK=HK, W=W)
+        self.conv_k = weight(wide, HK=HK, W=W)
+        self.conv_v = weight(wide, HV=HV, W=W)
         self.w_decay_a = weight(dtype, K=K, D=D)
-        self.w_decay_b = weight(dtype, HK=(H, K), K=K)
+        self.w_decay_b = weight(dtype, HK=HK, K=K)
         self.a_log = weight(wide, H=H)
-        self.dt_bias = weight(wide, HK=(H, K))
+        self.dt_bias = weight(wide, HK=HK)
         self.w_beta = weight(dtype, H=H, D=D)
         self.o_norm = weight(wide, V=V)
         if config.full_rank_gate:
-            self.w_gate = weight(dtype, HV=(H, V), D=D)
+            self.w_gate = weight(dtype, HV=HV, D=D)
         else:
             self.w_gate_a = weight(dtype, V=V, D=D)
-            self.w_gate_b = weight(dtype, HV=(H, V), V=V)
-        self.w_o = weight(dtype, D=D, HV=(H, V))
+            self.w_gate_b = weight(dtype, HV=HV, V=V)
+        self.w_o = weight(dtype, D=D, HV=HV)
 
     @jax.named_scope("kda")
     def __call__(
         self, x: Float[Array, "B T D"], state: KDAState, step: Step
-    ) -> tuple[Array, KDAState]:
-        """x [B, T, D] -> this rank's partial of the output [B, T, D], and the state after each
-        row's last token.
+    ) -> tuple[Float[Array, "B T D"], KDAState]:
+        """The partial sum over this rank's heads of the output for x, and the stack's state with
+        this layer after each row's last token.
         """
-        carried = state.at(step.group).restarted(step.start)
-        q, k, v, windows = self._project(x, carried, step.lengths)
-        decay, beta = self._gates(x, step.valid)
-        mixed, o = self._mix_tokens(carried.memory, q, k, v, decay, beta, step)
-        y = linear(self._gated(o, x), self.w_o[...])
-        return y, state.put(step.group, dataclasses.replace(carried, memory=mixed, **windows))
+        before = state.at(step.group).restarted(step.start)
+        q, k, v, conv_states = self._project(x, before, step.lengths)
+        decay, beta = self._gates(x)
+        recurrent_state, o = self._mix_tokens(before.memory, q, k, v, decay, beta, step)
+        out = linear(self._gated(o, x), self.w_o[...])
+        after = dataclasses.replace(before, memory=recurrent_state, **conv_states)
+        return out, state.put(step.group, after)
 
     def _project(
-        self, x: Array, carried: KDAState, lengths: Array
-    ) -> tuple[Array, Array, Array, dict[str, Array]]:
-        q, window_q = convolve(
-            linear(x, self.w_q[...]), carried.window_q, self.conv_q[...], lengths
-        )
-        k, window_k = convolve(
-            linear(x, self.w_k[...]), carried.window_k, self.conv_k[...], lengths
-        )
-        v, window_v = convolve(
-            linear(x, self.w_v[...]), carried.window_v, self.conv_v[...], lengths
-        )
+        self, x: Float[Array, "B T D"], before: KDAState, lengths: Int[Array, " B"]
+    ) -> tuple[
+        Float[Array, "B T H K"],
+        Float[Array, "B T H K"],
+        Float[Array, "B T H V"],
+        dict[str, Array],
+    ]:
+        """Queries, keys and values after their convolutions, in at least float32, and the next
+        conv states by their names.
+        """
+        q, window_q = convolve(linear(x, self.w_q[...]), before.window_q, self.conv_q[...], lengths)
+        k, window_k = convolve(linear(x, self.w_k[...]), before.window_k, self.conv_k[...], lengths)
+        v, window_v = convolve(linear(x, self.w_v[...]), before.window_v, self.conv_v[...], lengths)
         K, V = self.config.kda_key_dim, self.config.kda_value_dim
-        heads = lambda y, size: y.reshape(*y.shape[:2], -1, size)  # noqa: E731
-        q, k = l2_norm(heads(q, K)) * K**-0.5, l2_norm(heads(k, K))
-        windows = dict(window_q=window_q, window_k=window_k, window_v=window_v)
-        return q, k, widen(heads(v, V)), windows
+        q, k, v = split_heads(q, K), split_heads(k, K), split_heads(v, V)
+        conv_states = dict(window_q=window_q, window_k=window_k, window_v=window_v)
+        return l2_norm(q) * K**-0.5, l2_norm(k), widen(v), conv_states
 
-    def _gates(self, x: Array, valid: Bool[Array, "B T"]) -> tuple[Array, Array]:
-        """Log decay [B, T, H, K] and beta [B, T, H]; a padded token neither decays nor writes."""
+    def _gates(
+        self, x: Float[Array, "B T D"]
+    ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
+        """The log decay of every key channel, and how strongly a token writes (beta, 0 to 1)."""
         K = self.config.kda_key_dim
         raw = linear_wide(linear(x, self.w_decay_a[...]), self.w_decay_b[...])
-        raw = raw.reshape(*raw.shape[:2], -1, K)
-        decay = log_decay(
-            raw, self.a_log[...], self.dt_bias[...].reshape(-1, K), self.config.decay_lower_bound
-        )
-        beta = jax.nn.sigmoid(linear_wide(x, self.w_beta[...]))
-        return jnp.where(valid[..., None, None], decay, 0), jnp.where(valid[..., None], beta, 0)
+        dt_bias = self.dt_bias[...].reshape(-1, K)
+        bound = self.config.decay_lower_bound
+        decay = log_decay(split_heads(raw, K), self.a_log[...], dt_bias, bound)
+        return decay, jax.nn.sigmoid(linear_wide(x, self.w_beta[...]))
 
     def _mix_tokens(
-        self, memory: Array, q: Array, k: Array, v: Array, decay: Array, beta: Array, step_: Step
-    ) -> tuple[Array, Array]:
-        q, k, v = (jnp.where(step_.valid[..., None, None], x, 0) for x in (q, k, v))
+        self,
+        state: Float[Array, "B H K V"],
+        q: Float[Array, "B T H K"],
+        k: Float[Array, "B T H K"],
+        v: Float[Array, "B T H V"],
+        decay: Float[Array, "B T H K"],
+        beta: Float[Array, "B T H"],
+        step: Step,
+    ) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
+        """The delta rule over the valid tokens; a padded token neither decays nor writes."""
+        q, k, v, decay = (jnp.where(step.valid[..., None, None], x, 0) for x in (q, k, v, decay))
+        beta = jnp.where(step.valid[..., None], beta, 0)
         if q.shape[1] == 1:
-            memory, o = step(memory, q[:, 0], k[:, 0], v[:, 0], decay[:, 0], beta[:, 0])
-            return memory, o[:, None]
-        if step_.forms.kda == "recurrent":
-            return recurrent(memory, q, k, v, decay, beta)
+            token = (x[:, 0] for x in (q, k, v, decay, beta))
+            state, o = recurrent_step(state, *token)
+            return state, o[:, None]
         bound = self.config.decay_lower_bound
         steepest = -math.inf if bound is None else bound
-        return chunked(memory, q, k, v, decay, beta, step_.forms.chunk, steepest)
+        run = IMPLEMENTATIONS[step.forms.kda]
+        return run(state, q, k, v, decay, beta, step.forms.chunk, steepest)
 
-    def _gated(self, o: Float[Array, "B T H V"], x: Array) -> Float[Array, "B T HV"]:
-        """rmsnorm over each head times sigmoid of the output gate, in at least float32, rounded
-        once.
+    def _gated(
+        self, o: Float[Array, "B T H V"], x: Float[Array, "B T D"]
+    ) -> Float[Array, "B T HV"]:
+        """The RMS norm of each head's output times the sigmoid of its gate, in at least float32,
+        rounded once.
         """
         scale = jax.lax.rsqrt(jnp.mean(o * o, -1, keepdims=True) + self.config.norm_eps)
         normed = o * scale * with_rank(self.o_norm[...], o.ndim)

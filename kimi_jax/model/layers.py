@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 from ..config.config import Config
 from ..numerics import at_least_float32, widen
+from ..parallel.roles import Dim, Role
 
 HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -18,17 +19,18 @@ class Expert(nnx.Param):
     """A weight of the routed experts: read in place by (layer, expert), never copied whole."""
 
 
-def weight(
-    dtype: DTypeLike, kind: type[nnx.Param] = nnx.Param, **dims: int | tuple[int, int]
-) -> nnx.Param:
-    """Declare a weight: its dims by letter give shape and sharding. Nothing is allocated.
-
-    A dim of things that are never cut apart is a pair: HK=(H, K) has H K places, cut by head.
+def weight(dtype: DTypeLike, kind: type[nnx.Param] = nnx.Param, **dims: int | Dim) -> nnx.Param:
+    """Declare a weight by its dims, letter = size: HK=Dim(H, K, Role.HEADS) has H K places and is
+    sharded by head, D=D is replicated. Nothing is allocated.
     """
-    pairs = [size if isinstance(size, tuple) else (size, 1) for size in dims.values()]
-    shape = jax.ShapeDtypeStruct(tuple(count * size for count, size in pairs), dtype)
-    counts = tuple(count for count, _ in pairs)
-    return kind(shape, dims=tuple(dims), counts=counts, eager_sharding=False)
+    sizes = [size if isinstance(size, Dim) else Dim(size) for size in dims.values()]
+    return kind(
+        jax.ShapeDtypeStruct(tuple(dim.places for dim in sizes), dtype),
+        dims=tuple(dims),
+        counts=tuple(dim.count for dim in sizes),
+        roles=tuple(dim.role for dim in sizes),
+        eager_sharding=False,
+    )
 
 
 def with_rank(x: Array, rank: int) -> Array:
@@ -87,18 +89,19 @@ def situ(gate: Float[Array, "*rows F"], up: Float[Array, "*rows F"], config: Con
 
 class MLP(nnx.Module):
     """down(situ(gate x, up x)): the dense layers and the shared experts. The result is a partial
-    sum over the width, whose letter says what cuts it.
+    sum over the width, which is sharded by `role`.
     """
 
-    def __init__(self, config: Config, width: int, dtype: DTypeLike, letter: str = "F"):
-        D = config.hidden
-        self.config, self.role = config, "shared" if letter == "X" else "dense"
-        self.w_gate = weight(dtype, nnx.Param, **{letter: width, "D": D})
-        self.w_up = weight(dtype, nnx.Param, **{letter: width, "D": D})
-        self.w_down = weight(dtype, nnx.Param, **{"D": D, letter: width})
+    def __init__(self, config: Config, width: int, dtype: DTypeLike, role: Role = Role.FFN_WIDTH):
+        D, F = config.hidden, Dim(width, role=role)
+        self.config = config
+        self.scope = "shared" if role is Role.SHARED_WIDTH else "dense"
+        self.w_gate = weight(dtype, F=F, D=D)
+        self.w_up = weight(dtype, F=F, D=D)
+        self.w_down = weight(dtype, D=D, F=F)
 
     def __call__(self, x: Float[Array, "P D"]) -> Float[Array, "P D"]:
         """x [P, D] -> this rank's partial sum [P, D]."""
-        with jax.named_scope(self.role):
+        with jax.named_scope(self.scope):
             hidden = situ(linear(x, self.w_gate[...]), linear(x, self.w_up[...]), self.config)
             return linear(hidden.astype(x.dtype), self.w_down[...])

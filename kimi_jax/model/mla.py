@@ -1,32 +1,39 @@
-"""Gated multi-head latent attention without rotation, expanded and absorbed, over a cache of latent
-rows.
+"""Gated multi-head latent attention (MLA) over a cache of latent rows.
 
-A token leaves one row [c, k_rope] in the cache. Expanded (the definition), each head's keys and
-values are made from it: k = [w_k_b c, k_rope], v = w_v_b c. Absorbed, w_k_b moves to the query and
-w_v_b to the output, so that all heads attend to the rows themselves. The `rope` part is carried but
-never rotated: positions only order the keys.
+What is unusual in it:
+- a token leaves one row [c, k_rope] in the cache, for all heads together. Expanded (the
+  definition), each head's keys and values are made from it: k = [w_k_b c, k_rope], v = w_v_b c.
+  Absorbed, w_k_b moves to the query and w_v_b to the output, so that all heads attend to the rows
+  themselves;
+- nothing is rotated: the `rope` part is carried as it is, and positions only order the keys;
+- K3.1 selects: each query attends to the `index_topk` keys that an indexer scores highest;
+- the output is gated by a sigmoid of the sublayer's input;
+- cached rows may be sharded over ranks (helix): every rank then attends for all heads over its own
+  keys, and one all-to-all merges.
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from ..config.config import Config
 from ..numerics import at_least_float32, widen
 from ..parallel import helix
 from ..parallel.helix import Partial
+from ..parallel.roles import Dim, Role
 from .indexer import (
+    SELECTIONS,
     Indexer,
     candidates,
     keep_best,
     score,
     score_cache,
-    select_mask,
-    select_sorted,
 )
 from .layers import HIGHEST, linear, rms_norm, weight
 from .state import MLAState, Step, from_cache, read_block, write_rows
@@ -76,7 +83,7 @@ def expanded(
 
 def attend_rows(
     q: Float[Array, "B T H R"],
-    cache: Array,
+    cache: Shaped[Array, "G B S R"],
     positions: Int[Array, "B T"],
     step: Step,
     value_width: int,
@@ -84,7 +91,7 @@ def attend_rows(
     slots: int,
 ) -> Partial:
     """Every query over all latent rows up to its position that this rank holds, a block of keys at
-    a time (online softmax).
+    a time (online softmax). The first `value_width` numbers of a row are its values.
 
     Only the first `slots` slots can hold keys, and only blocks that hold some are read. A block
     comes straight out of the stack of caches, so that no layer's cache is copied.
@@ -92,19 +99,27 @@ def attend_rows(
     B, T, H, _ = q.shape
     block = min(KEY_BLOCK, slots)
 
-    def one(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def add_block(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         top, mass, acc = carry
+
+        # Read. The last block begins early, to end with the slots: its overlap is not seen twice.
         first = jnp.minimum(i * block, slots - block)
-        rows, held = read_block(cache, first, block, q.dtype, step)
+        rows, key_positions = read_block(cache, first, block, q.dtype, step)
         slot = first + jnp.arange(block, dtype=jnp.int32)
-        seen = (held[None, None] <= positions[..., None]) & (slot >= i * block)[None, None]
-        scores = jnp.where(seen[:, None], dot("bthr,bsr->bhts", q, rows) * scale, -jnp.inf)
+        is_new = slot >= i * block
+        is_seen = (key_positions[None, None] <= positions[..., None]) & is_new[None, None]
+
+        # Score; unseen keys weigh exp(-inf) = 0.
+        products = dot("bthr,bsr->bhts", q, rows)
+        scores = jnp.where(is_seen[:, None], products * scale, -jnp.inf)
+
+        # Rescale what was summed so far to the new largest score, and add this block.
         new_top = jnp.maximum(top, scores.max(-1))
-        safe = jnp.where(new_top == -jnp.inf, 0, new_top)
-        weights = jnp.exp(scores - safe[..., None])
-        kept = jnp.exp(top - safe)
-        part = dot("bhts,bsc->bhtc", weights.astype(q.dtype), rows[..., :value_width])
-        return new_top, mass * kept + weights.sum(-1), acc * kept[..., None] + part
+        reference = jnp.where(new_top == -jnp.inf, 0, new_top)  # no key yet: -inf - -inf is NaN
+        weights = jnp.exp(scores - reference[..., None])
+        rescale = jnp.exp(top - reference)
+        added = dot("bhts,bsc->bhtc", weights.astype(q.dtype), rows[..., :value_width])
+        return new_top, mass * rescale + weights.sum(-1), acc * rescale[..., None] + added
 
     wide = at_least_float32(q.dtype)
     empty = (
@@ -113,23 +128,23 @@ def attend_rows(
         jnp.zeros((B, H, T, value_width), wide),
     )
     blocks = (jnp.minimum(step.held, slots) + block - 1) // block
-    top, mass, acc = jax.lax.fori_loop(0, blocks, one, empty)
+    top, mass, acc = jax.lax.fori_loop(0, blocks, add_block, empty)
     o = (acc / jnp.maximum(mass, 1e-30)[..., None]).astype(q.dtype)
     return Partial(*(jnp.moveaxis(x, 1, 2) for x in (o, top, mass)))
 
 
 def attend_selected(
     q: Float[Array, "B T H R"],
-    cache: Array,
+    cache: Shaped[Array, "G B S R"],
     group: int | Array,
-    chosen: Int[Array, "B T U"],
+    slots: Int[Array, "B T U"],
     kept: Bool[Array, "B T U"],
     value_width: int,
     scale: float,
 ) -> Partial:
-    """Every query over the rows chosen for it, gathered from the stack of caches."""
+    """Every query over those of its `slots` that are kept, gathered from the stack of caches."""
     batch = jnp.arange(q.shape[0], dtype=jnp.int32)[:, None, None]
-    rows = from_cache(cache[group, batch, chosen], q.dtype)
+    rows = from_cache(cache[group, batch, slots], q.dtype)
     rows = jnp.where(kept[..., None], rows, jnp.zeros((), q.dtype))
     scores = jnp.where(kept[..., None, :], dot("bthr,btur->bthu", q, rows) * scale, -jnp.inf)
     top = scores.max(-1)
@@ -142,48 +157,51 @@ def attend_selected(
 class MLA(nnx.Module):
     """The MLA sublayer on this rank's heads; its result is a partial sum over heads.
 
-    Where keys are cut over ranks, every rank makes the queries of all heads, attends over its own
-    keys, and goes on with its own heads after one exchange.
+    Where cached keys are sharded, every rank makes the queries of all heads, attends over its keys,
+    and goes on with its heads after one exchange.
     """
 
     def __init__(self, config: Config, dtype: DTypeLike):
-        D, H, Q, C = config.hidden, config.heads, config.q_rank, config.kv_rank
-        N, V, K = config.nope_dim, config.value_dim, config.nope_dim + config.rope_dim
+        D, Q, C = config.hidden, config.q_rank, config.kv_rank
+        H, N, V = config.heads, config.nope_dim, config.value_dim
+        HV = Dim(H, V, Role.HEADS)
         self.config = config
         self.w_q_a = weight(dtype, Q=Q, D=D)
         self.q_norm = weight(dtype, Q=Q)
-        self.w_q_b = weight(dtype, MK=(H, K), Q=Q)
+        self.w_q_b = weight(dtype, HK=Dim(H, N + config.rope_dim, Role.QUERY_HEADS), Q=Q)
         self.w_kv_a = weight(dtype, R=config.latent_row, D=D)
         self.kv_norm = weight(dtype, C=C)
-        self.w_k_b = weight(dtype, M=H, N=N, C=C)
-        self.w_v_b = weight(dtype, O=H, V=V, C=C)
+        self.w_k_b = weight(dtype, H=Dim(H, role=Role.QUERY_HEADS), N=N, C=C)
+        self.w_v_b = weight(dtype, H=Dim(H, role=Role.VALUE_HEADS), V=V, C=C)
         if config.mla_output_gate:
-            self.w_gate = weight(dtype, HV=(H, V), D=D)
-        self.w_o = weight(dtype, D=D, HV=(H, V))
+            self.w_gate = weight(dtype, HV=HV, D=D)
+        self.w_o = weight(dtype, D=D, HV=HV)
         if config.sparse:
             self.indexer = Indexer(config, dtype)
 
     @jax.named_scope("mla")
     def __call__(
         self, x: Float[Array, "B T D"], state: MLAState, step: Step
-    ) -> tuple[Array, MLAState]:
-        """x [B, T, D] -> this rank's partial of the output [B, T, D], and the state with the new
+    ) -> tuple[Float[Array, "B T D"], MLAState]:
+        """The partial sum over this rank's heads of the output for x, and the state with the new
         rows written.
         """
-        eps = self.config.mla_norm_eps
-        latent = rms_norm(linear(x, self.w_q_a[...]), self.q_norm[...], eps)
-        q = linear(latent, self.w_q_b[...])
+        state = self._write(x, state, step)
+        query_latent = rms_norm(
+            linear(x, self.w_q_a[...]), self.q_norm[...], self.config.mla_norm_eps
+        )
+        q = linear(query_latent, self.w_q_b[...])
         q = q.reshape(*q.shape[:2], -1, self.config.nope_dim + self.config.rope_dim)
-        state = self._remember(x, state, step)
-        attend = self._expanded if step.forms.mla == "expanded" else self._absorbed
-        o = attend(q, x, latent, state, step)
+        attend = IMPLEMENTATIONS[step.forms.mla]
+        o = attend(self, q, x, query_latent, state, step)
         o = o.reshape(*o.shape[:2], -1).astype(x.dtype)
         if self.config.mla_output_gate:
             gate = jax.nn.sigmoid(widen(linear(x, self.w_gate[...]))).astype(x.dtype)
             o = o * gate
         return linear(o, self.w_o[...]), state
 
-    def _remember(self, x: Array, state: MLAState, step: Step) -> MLAState:
+    def _write(self, x: Float[Array, "B T D"], state: MLAState, step: Step) -> MLAState:
+        """The caches with the latent rows and index keys of the new tokens."""
         C = self.config.kv_rank
         row = linear(x, self.w_kv_a[...])
         c = rms_norm(row[..., :C], self.kv_norm[...], self.config.mla_norm_eps)
@@ -197,112 +215,161 @@ class MLA(nnx.Module):
     def _scale(self) -> float:
         return (self.config.nope_dim + self.config.rope_dim) ** -0.5
 
-    def _expanded(self, q: Array, x: Array, latent: Array, state: MLAState, step: Step) -> Array:
+    def expanded(
+        self,
+        q: Float[Array, "B T H K"],
+        x: Float[Array, "B T D"],
+        query_latent: Float[Array, "B T Q"],
+        state: MLAState,
+        step: Step,
+    ) -> Float[Array, "B T H V"]:
+        """Attention by the definition, over unsharded keys."""
         S = state.latents.shape[2]
         latents, _ = read_block(state.latents, jnp.int32(0), S, q.dtype, step)
         allowed = jnp.arange(S, dtype=jnp.int32)[None, None] <= step.positions[..., None]
-        bias = 0.0
+        bias: Array | float = 0.0
         if self.config.sparse and state.index_keys is not None:
-            q_i, w_i = self.indexer.queries(x, latent)
+            index_q, head_weights = self.indexer.queries(x, query_latent)
             keys, _ = read_block(state.index_keys, jnp.int32(0), S, q.dtype, step)
-            scores = score(q_i, w_i, keys)
-            teach = step.forms.select == "teach"
-            select = select_mask if teach else select_sorted
-            allowed &= select(
-                jax.lax.stop_gradient(jnp.where(allowed, scores, -jnp.inf)), self.config.index_topk
-            )
-            if teach:  # a value of zero through which attention's gradient reaches the scores
-                bias = scores - jax.lax.stop_gradient(scores)
+            scores = score(index_q, head_weights, keys)
+            select = SELECTIONS[step.forms.select]
+            allowed, bias = select(scores, allowed, self.config.index_topk)
         return expanded(q, latents, self.w_k_b[...], self.w_v_b[...], allowed, self._scale, bias)
 
-    def _absorbed(self, q: Array, x: Array, latent: Array, state: MLAState, step: Step) -> Array:
-        N, values = self.config.nope_dim, jnp.swapaxes(self.w_v_b[...], 1, 2)
+    def absorbed(
+        self,
+        q: Float[Array, "B T H K"],
+        x: Float[Array, "B T D"],
+        query_latent: Float[Array, "B T Q"],
+        state: MLAState,
+        step: Step,
+    ) -> Float[Array, "B T h V"]:
+        """Attention to the latent rows themselves: of all heads, or of this rank's where keys are
+        sharded.
+        """
+        N, w_values = self.config.nope_dim, jnp.swapaxes(self.w_v_b[...], 1, 2)
         q = jnp.concatenate([per_head(q[..., :N], self.w_k_b[...]), q[..., N:]], -1)
-        part = self._partial(q, x, latent, state, step)
+        partial = self._attend_local_keys(q, x, query_latent, state, step)
         if step.stripes.ranks == 1:
-            return per_head(part.o, values)
+            return per_head(partial.o, w_values)
         with jax.named_scope("heads"):
             if step.place.exchange == "values":
-                return helix.exchange(part._replace(o=per_head(part.o, values)))
-            return per_head(helix.exchange(part), values)
+                return helix.exchange(partial._replace(o=per_head(partial.o, w_values)))
+            return per_head(helix.exchange(partial), w_values)
 
-    def _partial(self, q: Array, x: Array, latent: Array, state: MLAState, step: Step) -> Partial:
-        """Attention over the latent rows that this rank holds."""
+    def _attend_local_keys(
+        self,
+        q: Float[Array, "B T H R"],
+        x: Float[Array, "B T D"],
+        query_latent: Float[Array, "B T Q"],
+        state: MLAState,
+        step: Step,
+    ) -> Partial:
+        """Attention over the latent rows that this rank holds: over all of them where they are no
+        more than a query selects, else over those that are selected.
+        """
         slots, U = state.latents.shape[2], self.config.index_topk
-
-        def dense(slots: int) -> Partial:
-            C, (B, T, H, _) = self.config.kv_rank, q.shape
-            size = max(1, DENSE_ELEMENTS // (B * H * max(KEY_BLOCK, C)))
-            one = lambda block: attend_rows(  # noqa: E731
-                block[0], state.latents, block[1], step, C, self._scale, slots
-            )
-            return over_queries(one, (q, step.positions), step.valid, min(T, size))
-
+        all_keys = lambda slots: self._dense(q, state, step, slots)  # noqa: E731
         if not self.config.sparse or step.stripes.most(slots) <= U:
-            return dense(slots)
-        few = jnp.max(step.total) <= U
-        sparse = lambda: self._sparse(q, x, latent, state, step)  # noqa: E731
-        return jax.lax.cond(few, lambda: dense(step.stripes.slots(U)), sparse)
+            return all_keys(slots)
+        nothing_to_select = jnp.max(step.total) <= U
+        selected = lambda: self._sparse(q, x, query_latent, state, step)  # noqa: E731
+        return jax.lax.cond(nothing_to_select, lambda: all_keys(step.stripes.slots(U)), selected)
 
-    def _sparse(self, q: Array, x: Array, latent: Array, state: MLAState, step: Step) -> Partial:
+    def _dense(
+        self, q: Float[Array, "B T H R"], state: MLAState, step: Step, slots: int
+    ) -> Partial:
+        """Attention over the first `slots` slots, a block of queries at a time."""
+        C, (B, T, H, _) = self.config.kv_rank, q.shape
+
+        def attend(block: tuple[Array, Array]) -> Partial:
+            q, positions = block
+            return attend_rows(q, state.latents, positions, step, C, self._scale, slots)
+
+        queries = max(1, DENSE_ELEMENTS // (B * H * max(KEY_BLOCK, C)))
+        return over_queries(attend, (q, step.positions), step.valid, min(T, queries))
+
+    def _sparse(
+        self,
+        q: Float[Array, "B T H R"],
+        x: Float[Array, "B T D"],
+        query_latent: Float[Array, "B T Q"],
+        state: MLAState,
+        step: Step,
+    ) -> Partial:
         """Attention over the rows that are selected, a block of queries at a time."""
-        chosen, kept = self.select(x, latent, state, step)
+        slots, kept = self.select(x, query_latent, state, step)
 
         def attend(block: tuple[Array, Array, Array]) -> Partial:
-            q, chosen, kept = block
+            q, slots, kept = block
             C = self.config.kv_rank
-            return attend_selected(q, state.latents, step.group, chosen, kept, C, self._scale)
+            return attend_selected(q, state.latents, step.group, slots, kept, C, self._scale)
 
-        return over_queries(attend, (q, chosen, kept), step.valid, self._queries(state, step))
+        queries = self._queries_per_block(state)
+        return over_queries(attend, (q, slots, kept), step.valid, queries)
 
     @jax.named_scope("indexer")
     def select(
-        self, x: Array, latent: Array, state: MLAState, step: Step
+        self,
+        x: Float[Array, "B T D"],
+        query_latent: Float[Array, "B T Q"],
+        state: MLAState,
+        step: Step,
     ) -> tuple[Int[Array, "B T U"], Bool[Array, "B T U"]]:
-        """The slots of this rank's best keys for each query, and which of them are kept.
+        """The slots of this rank's best keys for each query, and which of them are kept."""
+        index_keys = state.index_keys
+        assert index_keys is not None
 
-        Scores are made a block of queries at a time, so that memory follows the block and not the
-        prompt; ranks agree on what is kept once, behind the blocks.
-        """
-        U, keys = self.config.index_topk, state.index_keys
-        assert keys is not None
-
-        size = self._queries(state, step)
-        find = lambda block: self._best(block, keys, step)  # noqa: E731
-        best, chosen = over_queries(find, (x, latent, step.positions), step.valid, size)
+        # Each rank ranks its own keys, a block of queries at a time, so that memory follows the
+        # block and not the prompt.
+        find = lambda block: self._local_candidates(block, index_keys, step)  # noqa: E731
+        queries = self._queries_per_block(state)
+        arrays = (x, query_latent, step.positions)
+        scores, slots = over_queries(find, arrays, step.valid, queries)
         if step.stripes.ranks == 1:
-            return chosen, best > -jnp.inf
-        limit = keys.shape[2] * step.stripes.ranks
-        with jax.named_scope("selection"):
-            return chosen, keep_best(best, step.positions_of(chosen), U, limit)
+            return slots, scores > -jnp.inf
 
-    def _best(
-        self, queries: tuple[Array, Array, Array], keys: Array, step: Step
-    ) -> tuple[Array, Array]:
-        """`candidates` of queries (x, latent, position) among all slots that hold keys and some of
-        the empty ones.
+        # Ranks agree on what is kept, once for all queries.
+        limit = index_keys.shape[2] * step.stripes.ranks
+        with jax.named_scope("selection"):
+            positions = step.positions_of(slots)
+            return slots, keep_best(scores, positions, self.config.index_topk, limit)
+
+    def _local_candidates(
+        self,
+        queries: tuple[Array, Array, Array],
+        index_keys: Shaped[Array, "G B S I"],
+        step: Step,
+    ) -> tuple[Float[Array, "B T U"], Int[Array, "B T U"]]:
+        """The scores and slots of this rank's best keys for queries (x, query latent, position),
+        the best first, out of all slots that hold keys and some of the empty ones.
         """
-        x, latent, positions = queries
-        q, w = self.indexer.queries(x, latent)
+        x, query_latent, positions = queries
+        index_q, head_weights = self.indexer.queries(x, query_latent)
 
         def among(slots: int) -> tuple[Array, Array]:
-            scores = score_cache(q, w, keys, positions, step, min(KEY_BLOCK, slots), slots)
+            block = min(KEY_BLOCK, slots)
+            scores = score_cache(index_q, head_weights, index_keys, positions, step, block, slots)
             return candidates(scores, self.config.index_topk)
 
-        widths = halves(keys.shape[2], self.config.index_topk)
-        which = sum((step.held <= slots).astype(jnp.int32) for slots in widths[1:])
-        return jax.lax.switch(which, [functools.partial(among, slots) for slots in widths])
+        # The narrowest of a few widths that holds all keys.
+        widths = selection_widths(index_keys.shape[2], self.config.index_topk)
+        which = sum((step.held <= width).astype(jnp.int32) for width in widths[1:])
+        return jax.lax.switch(which, [functools.partial(among, width) for width in widths])
 
-    def _queries(self, state: MLAState, step: Step) -> int:
-        """Queries of a block, by what the largest array of it holds for each: a row per chosen key,
+    def _queries_per_block(self, state: MLAState) -> int:
+        """Queries of a block, by the largest array that it makes for each: a row per selected key,
         or a score per slot, which top_k reads and writes.
         """
         _, B, S, R = state.latents.shape
-        each = max(min(self.config.index_topk, S) * R, 2 * S)
-        return max(1, BLOCK_ELEMENTS // (B * each))
+        elements = max(min(self.config.index_topk, S) * R, 2 * S)
+        return max(1, BLOCK_ELEMENTS // (B * elements))
 
 
-def halves(slots: int, keep: int) -> list[int]:
+IMPLEMENTATIONS = {"absorbed": MLA.absorbed, "expanded": MLA.expanded}
+
+
+def selection_widths(slots: int, keep: int) -> list[int]:
     """How many slots to select among, the most first: few keys of a long state are not ranked with
     all its empty slots. Each is a branch of the program, so there are at most four.
     """
@@ -312,14 +379,16 @@ def halves(slots: int, keep: int) -> list[int]:
     return widths
 
 
-def over_queries(one, arrays: tuple[Array, ...], valid: Bool[Array, "B T"], size: int):
-    """Apply `one` to blocks of at most `size` queries [B, size, ...] in turn and join them; blocks
-    of padding are skipped, and zero in what `one` returns.
+def over_queries(
+    function: Callable[[Any], Any], arrays: tuple[Array, ...], valid: Bool[Array, "B T"], size: int
+) -> Any:
+    """`function` of arrays [B, T, ...], applied to blocks of at most `size` queries in turn. Blocks
+    of padding alone are skipped: their results are zero.
     """
     B, T = valid.shape
     if size >= T:
-        return one(arrays)
-    size = -(-T // -(-T // size))  # blocks alike: 256 queries by 204 are two of 128
+        return function(arrays)
+    size = -(-T // -(-T // size))  # blocks of equal size: 256 queries by 204 are two of 128
 
     def split(x: Array) -> Array:
         padded = jnp.pad(x, ((0, 0), (0, -T % size), *[(0, 0)] * (x.ndim - 2)))
@@ -328,11 +397,12 @@ def over_queries(one, arrays: tuple[Array, ...], valid: Bool[Array, "B T"], size
     def join(parts: Array) -> Array:
         return jnp.moveaxis(parts, 0, 1).reshape(B, -1, *parts.shape[3:])[:, :T]
 
-    out = jax.eval_shape(one, tuple(split(x)[0] for x in arrays))
-    zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out)  # noqa: E731
+    blocks = tuple(split(x) for x in arrays)
+    shapes = jax.eval_shape(function, tuple(x[0] for x in blocks))
+    zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)  # noqa: E731
 
-    def maybe(block):
-        return jax.lax.cond(jnp.any(block[0]), lambda: one(block[1]), zeros)
+    def of_block(block: tuple[Array, tuple[Array, ...]]) -> Any:
+        valid, arrays = block
+        return jax.lax.cond(jnp.any(valid), lambda: function(arrays), zeros)
 
-    parts = jax.lax.map(maybe, (split(valid), tuple(split(x) for x in arrays)))
-    return jax.tree.map(join, parts)
+    return jax.tree.map(join, jax.lax.map(of_block, (split(valid), blocks)))

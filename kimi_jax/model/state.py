@@ -24,6 +24,7 @@ from ..parallel.helix import Stripes
 from ..parallel.mesh import DATA, MODEL, Sizes
 from ..parallel.placement import Placement
 from ..parallel.reductions import SUM, Reduction
+from ..parallel.roles import Role
 
 ONE = {DATA: 1, MODEL: 1}  # the mesh of one device
 
@@ -365,7 +366,7 @@ def read_block(
     return jnp.where(written[..., None], block, jnp.zeros((), dtype)), positions
 
 
-# The dims of every array of a state: what cuts it follows from the placement's table.
+# The dims of every array of a state, and the roles by which some of them are sharded.
 STATE_DIMS = {
     "memory": ("G", "B", "H", "K", "V"),
     "window_q": ("G", "B", "W", "HK"),
@@ -375,6 +376,16 @@ STATE_DIMS = {
     "index_keys": ("G", "B", "S", "I"),
     "length": ("B",),
     "hidden": ("B", "D"),
+}
+_ROLE_OF_DIM = {
+    "B": Role.REQUESTS,
+    "H": Role.HEADS,
+    "HK": Role.HEADS,
+    "HV": Role.HEADS,
+    "S": Role.CACHED_KEYS,
+}
+STATE_ROLES = {
+    name: tuple(_ROLE_OF_DIM.get(dim) for dim in dims) for name, dims in STATE_DIMS.items()
 }
 
 

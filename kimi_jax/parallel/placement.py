@@ -16,13 +16,17 @@ from ..config.config import Config
 from ..errors import PlacementError, shown
 from ..numerics import is_whole
 from .helix import Stripes
-from .mesh import DATA, MODEL, Sizes, mesh_sizes, shard_counts, sizes_text
+from .mesh import DATA, MODEL, Sizes, mesh_sizes, sizes_text
 from .reductions import Reduction, acting, choose
+from .roles import Role
 
-# Leading letter of a dim -> the mesh axis that cuts it. `Placement.axes` says what cuts E
-# (experts), Y (latent projections, router), S (cached keys), M (heads of queries), O (heads of
-# values) and X (shared width); other letters are whole. An axis cuts one dim, the leftmost.
-AXIS_OF_DIM = {"B": DATA, "H": MODEL, "F": MODEL, "Z": MODEL}
+# Roles whose mesh axis no option changes; `Placement.axes` has them all.
+_FIXED_AXES = {
+    Role.REQUESTS: (DATA,),
+    Role.HEADS: (MODEL,),
+    Role.FFN_WIDTH: (MODEL,),
+    Role.VOCABULARY: (MODEL,),
+}
 
 _CHOICES = {
     "rows": ("full", "sliced", "auto"),
@@ -176,51 +180,51 @@ class Placement:
             yield "experts", config.experts, spread, "experts"
         if any(dense):
             yield "dense intermediate", config.dense_ffn, model, "dense"
-        if not all(dense) and config.shared_experts and self.axes("X"):
+        if not all(dense) and config.shared_experts and self.axes(Role.SHARED_WIDTH):
             yield "shared intermediate", config.shared_ffn, model, "shared"
         if not all(dense) and self.latent == "sharded":
             yield "latent width", config.latent, model, None
             if spread != model:
                 yield "router", config.experts, model, "experts"
 
-    def axes(self, dim: str) -> tuple[str, ...]:
-        """The mesh axes that cut a dim, by its leading letter; none where it is whole."""
-        letter, helix = dim[0], self.keys == "helix"
-        if letter == "E":
-            return tuple(self.expert_axes)
-        by_choice = {
-            "Y": self.latent == "sharded",
-            "S": helix,
-            "M": not helix,
-            "O": not (helix and self.exchange == "values"),
-            "X": self.rows == "full" or self.shared == "sliced",
+    def axes(self, role: Role | None) -> tuple[str, ...]:
+        """The mesh axes that shard dims of a role; none where they are replicated."""
+        if role is None:
+            return ()
+        helix = self.keys == "helix"
+        by_option = {
+            Role.EXPERTS: tuple(self.expert_axes),
+            Role.LATENT: (MODEL,) if self.latent == "sharded" else (),
+            Role.SHARED_WIDTH: ((MODEL,) if self.rows == "full" or self.shared == "sliced" else ()),
+            Role.CACHED_KEYS: (MODEL,) if helix else (),
+            Role.QUERY_HEADS: () if helix else (MODEL,),
+            Role.VALUE_HEADS: () if helix and self.exchange == "values" else (MODEL,),
         }
-        if letter in by_choice:
-            return (MODEL,) if by_choice[letter] else ()
-        return (AXIS_OF_DIM[letter],) if letter in AXIS_OF_DIM else ()
+        return {**_FIXED_AXES, **by_option}[role]
 
-    def spec(self, dims: Sequence[str]) -> PartitionSpec:
-        """The mesh axes of each dim of an array, from the table and the dims' leading letters."""
-        taken: set[str] = set()
-        spec: list[str | tuple[str, ...] | None] = []
-        for dim in dims:
-            axes = self.axes(dim)
-            free = axes if taken.isdisjoint(axes) else ()
-            taken |= set(free)
-            spec.append(free[0] if len(free) == 1 else free or None)
-        return PartitionSpec(*spec)
+    def spec(self, roles: Sequence[Role | None]) -> PartitionSpec:
+        """The mesh axes of each dim of an array, by the dims' roles."""
+        axes = [self.axes(role) for role in roles]
+        return PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in axes))
 
-    def whole(
-        self, dims: Sequence[str], counts: Sequence[int], shape: Sequence[int], sizes: Sizes
+    def padded(self, role: Role | None, count: int, sizes: Sizes) -> int:
+        """`count` things of a role, zero-padded to a multiple of the ranks that share them."""
+        ranks = math.prod(sizes[axis] for axis in self.axes(role))
+        return -(-count // ranks) * ranks
+
+    def padded_shape(
+        self,
+        roles: Sequence[Role | None],
+        counts: Sequence[int],
+        shape: Sequence[int],
+        sizes: Sizes,
     ) -> tuple[int, ...]:
-        """The shape that a weight takes on a mesh: cut dims completed to a multiple of their ranks.
-
-        `counts` says how many things a dim counts, where each (a head) takes several places.
+        """The shape that a weight takes on a mesh: sharded dims are zero-padded to a multiple of
+        their ranks. `counts`: the things of each dim, where each (a head) takes several places.
         """
-        cut = shard_counts(self.spec(dims), sizes)
+        dims = zip(roles, counts, shape, strict=True)
         return tuple(
-            -(-count // n) * n * (size // count)
-            for size, count, n in zip(shape, counts, cut, strict=True)
+            self.padded(role, count, sizes) * (size // count) for role, count, size in dims
         )
 
     def runs_local_experts(self, rows: int) -> bool:

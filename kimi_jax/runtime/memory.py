@@ -22,12 +22,13 @@ from ..config.config import Config
 from ..errors import PlacementError, shown
 from ..model.decoder import Declared, Kimi, declare, kind_spans, new_state
 from ..model.mxfp4 import GROUP
-from ..model.state import STATE_DIMS
+from ..model.state import STATE_DIMS, STATE_ROLES
 from ..numerics import is_number, is_whole
 from ..parallel.helix import Stripes
 from ..parallel.mesh import DATA, MODEL, ONE_DEVICE, Sizes, mesh_sizes, shard_counts, sizes_text
 from ..parallel.placement import Placement, as_placement
 from ..parallel.reductions import Reduction, Traffic, traffic, two_shot_rows
+from ..parallel.roles import Role
 
 CONTEXT = 4096  # tokens of a plan that names no context, where the model takes as many
 RESERVE = 2 * 10**9  # bytes set aside for temporaries: about what a step needs at full size
@@ -326,7 +327,7 @@ def _weight_bytes(
     sizes = {DATA: data, MODEL: model}
     terms = dict.fromkeys(WEIGHT_TERMS, 0)
     for (term, w), times in _declared(config, dtype, packed).items():
-        shards = math.prod(shard_counts(place.spec(w.dims), sizes))
+        shards = math.prod(shard_counts(place.spec(w.roles), sizes))
         terms[term] += times * math.prod(w.placed(place, sizes)) // shards * w.dtype.itemsize
     return terms
 
@@ -339,11 +340,11 @@ def _request_bytes(
     slot. Shared: not to be changed.
     """
     sizes = {DATA: data, MODEL: model}
-    (H,) = place.whole("H", (config.kda_heads,), (config.kda_heads,), sizes)
+    H = place.padded(Role.HEADS, config.kda_heads, sizes)
     terms: dict[str, tuple[int, int]] = dict.fromkeys(STATE_TERMS, (0, 0))
     for name, array in _request_shapes(config, dtype, H):
         dims = STATE_DIMS[name]
-        counts = zip(dims, shard_counts(place.spec(dims), sizes), strict=True)
+        counts = zip(dims, shard_counts(place.spec(STATE_ROLES[name]), sizes), strict=True)
         shards = math.prod(count for dim, count in counts if dim not in ("B", "S"))
         nbytes = math.prod(array.shape) // shards * array.dtype.itemsize
         fixed, slot = terms[_STATE_TERMS[name]]

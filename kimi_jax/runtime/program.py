@@ -17,11 +17,22 @@ from jaxtyping import Array
 
 from ..config.config import Config
 from ..model.decoder import Kimi, declare, new_state, spans
-from ..model.state import STATE_DIMS, Forms, State, Step, row_of, slots_of, with_row, with_slots
+from ..model.state import (
+    STATE_DIMS,
+    STATE_ROLES,
+    Forms,
+    State,
+    Step,
+    row_of,
+    slots_of,
+    with_row,
+    with_slots,
+)
 from ..parallel.collectives import all_gather, rank, ranks
 from ..parallel.helix import Stripes
 from ..parallel.mesh import DATA, MODEL, as_mesh, mesh_sizes, sizes_text
 from ..parallel.placement import Placement, as_placement
+from ..parallel.roles import Role
 from .fitting import device_memory, refuse_what_exceeds
 from .memory import DTYPES, Plan, plan
 from .on_mesh import within
@@ -58,7 +69,7 @@ class Program:
     @functools.cached_property
     def weight_specs(self) -> dict[tuple, PartitionSpec]:
         """The mesh axes of every weight, by path."""
-        return {w.path: self.place.spec(w.dims) for w in declare(self.declared)}
+        return {w.path: self.place.spec(w.roles) for w in declare(self.declared)}
 
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
@@ -84,8 +95,8 @@ class Program:
 
     def empty(self, B: int, S: int, ranks: int = 1) -> State:
         """An empty state of B rows for S tokens each: of the mesh, or of one of its model ranks."""
-        heads, n = (self.config.kda_heads,), self.stripes.ranks
-        (H,) = self.place.whole(("H",), heads, heads, self.sizes)
+        n = self.stripes.ranks
+        H = self.place.padded(Role.HEADS, self.config.kda_heads, self.sizes)
         slots = self.stripes.slots(S) * (n // ranks if n > 1 else 1)
         on_cpu = self.mesh.devices.flat[0].platform == "cpu"
         state = new_state(self.config, self.dtype, self.stacks, B, slots, H // ranks, on_cpu)
@@ -144,7 +155,7 @@ class Program:
         """The mesh axes of every array of a state for S tokens, by name."""
         shapes = dataclasses.replace(jax.eval_shape(lambda: self.empty(1, 1)), max_length=S)
         return jax.tree_util.tree_map_with_path(
-            lambda path, _: self.place.spec(STATE_DIMS[path[-1].name]), shapes
+            lambda path, _: self.place.spec(STATE_ROLES[path[-1].name]), shapes
         )
 
     def advance(

@@ -25,6 +25,7 @@ from ..model.state import STATE_DIMS, State, home_of
 from ..numerics import is_whole
 from ..parallel.mesh import Sizes
 from ..parallel.placement import Placement
+from ..parallel.roles import Role
 
 FORMAT = 1
 _LIMIT = 2**20  # bytes of a description
@@ -208,8 +209,7 @@ def _expected_arrays(about: Description, config: Config) -> dict[str, list[Array
     a bfloat16 cache is stored as its bits on CPU and as it is elsewhere.
     """
     data = about.sizes["data"]
-    heads = config.kda_heads
-    (H,) = about.place.whole(("H",), (heads,), (heads,), about.sizes)
+    H = about.place.padded(Role.HEADS, config.kda_heads, about.sizes)
     stripes = about.place.stripes(about.sizes)
     sizes = {
         "B": -(-about.batch // data) * data,

@@ -40,7 +40,7 @@ from kimi_jax.model.kda import (
     l2_norm,
     log_decay,
     recurrent,
-    step,
+    recurrent_step,
     unit_lower_inverse,
 )
 
@@ -109,7 +109,7 @@ def test_state_is_laid_out_keys_by_values():
 def test_three_chunks_of_8_equal_token_by_token(dtype):
     state, *tokens = inputs(24, -0.05, -5, dtype)
     whole = run_chunked(state, *tokens, chunk=8, steepest=-5.0)
-    one, outputs = quick_jit(step), []
+    one, outputs = quick_jit(recurrent_step), []
     for t in range(24):
         state, o = one(state, *(x[:, t] for x in tokens))
         outputs.append(o)
@@ -426,7 +426,7 @@ def test_a_bfloat16_model_keeps_its_state_and_sums_in_float32():
     def project(module):
         carried = jax.tree.map(jnp.asarray, fresh).at(0)
         q, k, v, _ = module._project(jnp.asarray(x), carried, step_.lengths)
-        return q, k, v, *module._gates(jnp.asarray(x), step_.valid)
+        return q, k, v, *module._gates(jnp.asarray(x))
 
     q, k, v, decay, beta = project(module)
     assert {a.dtype for a in (q, k, v, decay, beta)} == {jnp.dtype("float32")}

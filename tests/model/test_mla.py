@@ -515,7 +515,7 @@ def test_keys_are_selected_among_few_slots_as_among_all(monkeypatch, start, wide
     ys = []
     for narrowest, widths in ((48, [48]), (4, [48, 24, 12, 6])):
         monkeypatch.setattr(mla_module, "NARROWEST", narrowest)
-        assert mla_module.halves(48, 6) == widths
+        assert mla_module.selection_widths(48, 6) == widths
         call = quick_jit(lambda x, state, step: sparse(x, state, step))
         ys.append(call(x, state, step_of([start], [11], 11))[0])
     assert min(w for w in widths if w >= start + 11) == widest

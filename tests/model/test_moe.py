@@ -23,9 +23,10 @@ from oracles import (
 )
 from tolerances import EXPERTS, MOE_LAYER, ROUTE
 
-from kimi_jax.model import moe as moe_module
+from kimi_jax.model import experts as experts_module
+from kimi_jax.model.experts import Experts, block_rows, dense, grouped
 from kimi_jax.model.layers import linear_wide
-from kimi_jax.model.moe import Experts, MoE, block_rows, dense, grouped, limit_groups, route
+from kimi_jax.model.moe import MoE, limit_groups, route
 from kimi_jax.numerics import at_least_float32
 
 WIDE = ("float32", "float64")
@@ -138,7 +139,7 @@ def test_near_ties_of_896_experts_are_chosen_as_in_float64(monkeypatch, dtype):
         return routed[0]
 
     routed = []
-    monkeypatch.setitem(moe_module.FORMS, "grouped", spy)
+    monkeypatch.setitem(experts_module.IMPLEMENTATIONS, "grouped", spy)
     ids, weights = chosen(module, x, step_of([0], [rows], rows))
     np.testing.assert_array_equal(np.sort(ids, -1), np.sort(expected, -1))
     assert weights.dtype == jnp.float32

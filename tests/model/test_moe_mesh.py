@@ -28,8 +28,9 @@ from oracles import (
 )
 from tolerances import MOE_MESH
 
+from kimi_jax.model.experts import address_rows, dispatched
 from kimi_jax.model.layers import Expert
-from kimi_jax.model.moe import MoE, dispatched, owners
+from kimi_jax.model.moe import MoE
 from kimi_jax.model.state import Forms, Step
 from kimi_jax.numerics import at_least_float32
 from kimi_jax.parallel import collectives
@@ -58,8 +59,8 @@ def per_device(f, config, data, model, place, forms=Forms(), dtype="float64", pa
     flat = dict(nnx.to_flat_state(params))
     specs = {}
     for path, param in flat.items():
-        group = ("G",) if isinstance(param, Expert) else ()
-        specs[path] = place.spec((*group, *param.get_metadata()["dims"]))
+        group = (None,) if isinstance(param, Expert) else ()
+        specs[path] = place.spec((*group, *param.get_metadata()["roles"]))
 
     def inside(weights, *inputs):
         whole = [(path, param.replace(weights[path])) for path, param in flat.items()]
@@ -461,7 +462,7 @@ def test_bytes_of_distinct_copies_of_10000_rows_are_those_of_the_formula(n, idea
     """
     rows, H, L = 10_000, 7168, 3584
     ids = np.random.default_rng(0).random((rows, 896)).argsort(-1)[:, :16].astype(np.int32)
-    _, wanted = jax.jit(owners, static_argnums=(1, 2))(ids, 896 // n, n)
+    wanted = jax.jit(address_rows, static_argnums=(1, 2))(ids, 896 // n, n).is_sent
     source = np.arange(rows) * n // rows
     remote = np.asarray(wanted) & (source[:, None] != np.arange(n))
     sent = 2 * (n - 1) / n * 2 * H + 2 * remote.sum() / rows * 2 * L / n

@@ -17,9 +17,10 @@ from models import AWKWARD, MESHED, write
 import kimi_jax as kj
 from kimi_jax.checkpoint.reader import Checkpoint
 from kimi_jax.model.decoder import declare
-from kimi_jax.model.state import STATE_DIMS
+from kimi_jax.model.state import STATE_ROLES
 from kimi_jax.parallel.mesh import mesh_sizes
 from kimi_jax.parallel.placement import as_placement
+from kimi_jax.parallel.roles import Role
 from kimi_jax.runtime.program import make_program
 
 PAD = ("heads", "experts", "vocab", "dense", "shared")
@@ -253,29 +254,46 @@ def test_large_numbers_that_are_accepted_can_be_asked_for(options):
     assert kj.plan(MESHED, {"model": 4}, place, context=64).total_bytes > 0
 
 
-def test_specs_follow_the_table():
-    place, cut = kj.Placement(), kj.Placement(latent="sharded", expert_axes=BOTH)
-    assert place.spec(("HK", "D")) == Spec("model", None)
-    assert place.spec(("G", "E", "F", "L2")) == Spec(None, "model", None, None)
-    assert cut.spec(("G", "E", "F", "L2")) == Spec(None, BOTH, None, None)
-    assert place.spec(("D", "YL")) == place.spec(("NE", "D")) == Spec(None, None)
-    assert cut.spec(("D", "YL")) == Spec(None, "model")
-    assert place.spec(STATE_DIMS["memory"]) == Spec(None, "data", "model", None, None)
-    assert place.spec(STATE_DIMS["latents"]) == Spec(None, "data", None, None)
-    helix = kj.Placement(keys="helix", rows="sliced")
-    values = dataclasses.replace(helix, exchange="values", shared="sliced")
-    for one in (helix, values):
-        for name in ("latents", "index_keys"):
-            assert one.spec(STATE_DIMS[name]) == Spec(None, "data", "model", None)
-        assert one.spec(("MK", "Q")) == Spec(None, None)
-        assert one.spec(("HV", "D")) == Spec("model", None)
-    assert helix.spec(("O", "V", "C")) == Spec("model", None, None)
-    assert values.spec(("O", "V", "C")) == Spec(None, None, None)
-    assert (helix.spec(("X", "D")), values.spec(("X", "D"))) == (
-        Spec(None, None),
-        Spec("model", None),
+def test_every_role_has_its_axes():
+    """Each role under the default placement, and where an option changes it."""
+    default = {role: kj.Placement().axes(role) for role in (*Role, None)}
+    replicated = (Role.CACHED_KEYS, Role.LATENT, None)
+    assert default == {role: ("model",) for role in Role} | {Role.REQUESTS: ("data",)} | (
+        dict.fromkeys(replicated, ())
     )
-    assert place.spec(("MK", "Q")) == place.spec(("X", "D")) == Spec("model", None)
+    changed = [
+        (dict(latent="sharded"), {Role.LATENT: ("model",)}),
+        (dict(expert_axes=BOTH), {Role.EXPERTS: BOTH}),
+        (dict(rows="sliced"), {Role.SHARED_WIDTH: ()}),
+        (dict(rows="sliced", shared="sliced"), {}),
+        (dict(keys="helix"), {Role.CACHED_KEYS: ("model",), Role.QUERY_HEADS: ()}),
+        (
+            dict(keys="helix", exchange="values"),
+            {Role.CACHED_KEYS: ("model",), Role.QUERY_HEADS: (), Role.VALUE_HEADS: ()},
+        ),
+    ]
+    for options, others in changed:
+        place = kj.Placement(**options)
+        assert {role: place.axes(role) for role in default} == default | others, options
+
+
+def test_specs_and_padding_follow_the_roles():
+    place, both = kj.Placement(), kj.Placement(expert_axes=BOTH)
+    experts = (None, Role.EXPERTS, None, None)
+    assert place.spec((Role.HEADS, None)) == Spec("model", None)
+    assert place.spec(experts) == Spec(None, "model", None, None)
+    assert both.spec(experts) == Spec(None, BOTH, None, None)
+    assert place.spec(STATE_ROLES["memory"]) == Spec(None, "data", "model", None, None)
+    assert place.spec(STATE_ROLES["window_v"]) == Spec(None, "data", None, "model")
+    assert place.spec(STATE_ROLES["latents"]) == Spec(None, "data", None, None)
+    for name in ("latents", "index_keys"):
+        helix = kj.Placement(keys="helix")
+        assert helix.spec(STATE_ROLES[name]) == Spec(None, "data", "model", None)
+    sizes = {"data": 2, "model": 4}
+    assert place.padded(Role.HEADS, 5, sizes) == 8 and both.padded(Role.EXPERTS, 9, sizes) == 16
+    assert place.padded(None, 5, sizes) == 5
+    # 5 heads of 3 places each become 8 heads
+    assert place.padded_shape((Role.HEADS, None), (5, 7), (15, 7), sizes) == (24, 7)
 
 
 # What the layout of system A cuts: everything else is whole on every rank.
