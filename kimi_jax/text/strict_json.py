@@ -10,6 +10,7 @@ from typing import Any
 MAX_DEPTH = 100  # levels of lists and objects
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _MAX_DIGITS = 4_000  # of a whole number: Python prints and reads no more than 4,300
+_TOO_LARGE = 10**_MAX_DIGITS
 
 
 def parse(text: str, unique_keys: bool = False) -> Any:
@@ -60,7 +61,7 @@ def _unwritable_scalar(item: Any) -> str | None:
     if isinstance(item, float):
         return None if math.isfinite(item) else "it holds a number that is not finite"
     if isinstance(item, int):
-        is_long = item.bit_length() > _MAX_DIGITS * math.log2(10)
+        is_long = abs(item) >= _TOO_LARGE
         return f"it holds a number of more than {_MAX_DIGITS:,} digits" if is_long else None
     return None if item is None else f"JSON has no {type(item).__name__}"
 
