@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from ..errors import CommandError
 from .devices import load_model, make_folder, make_mesh, make_placement, mesh_text, named_config
 from .options import DTYPES, HELP, SHIPPED, add_command, add_mesh, positive, positives
-from .output import bytes_text, print_table, write
+from .output import bytes_text, print_json, print_table, write
 
 EXAMPLES = """\
   kimi-jax bench                              9 layers of random weights
@@ -36,55 +35,40 @@ _COMPILE_DEFAULTS = {
 
 def add(commands: Any) -> None:
     """Add the command and its options to a parser."""
-    command = add_command(
-        commands,
-        "bench",
-        run,
-        "measure prefill and decode, or compile a step of any size without its weights",
-        EXAMPLES,
-    )
-    add_mesh(command)
+    about = "measure prefill and decode, or compile a step of any size without weights"
+    command = add_command(commands, "bench", run, about, EXAMPLES)
     add = command.add_argument
-    add("--shape", choices=("mini", "mini-dsa", "shipped"), help="what runs (mini)")
-    add(
-        "--dtype",
-        choices=DTYPES,
-        help=f"{HELP['dtype']} (float32 on CPU, else bfloat16; with --compile bfloat16)",
-    )
-    add("--prompt", type=positive, metavar="T", help="tokens of a prompt (512; to compile 1)")
+    help_shape = "random weights of 9 layers, these with key selection, or the shipped model (mini)"
+    add("--shape", choices=("mini", "mini-dsa", "shipped"), help=help_shape)
+    help_dtype = f"{HELP['dtype']} (float32 on CPU, else bfloat16; with --compile bfloat16)"
+    add("--dtype", choices=DTYPES, help=help_dtype)
+    add("--prompt", type=positive, metavar="T", help="prompt tokens (512; with --compile 1)")
     add("--batch", type=positives, metavar="B,B", help="batch sizes (1,8)")
     add("--steps", type=positive, metavar="N", help="decode steps to time (16)")
-    add(
-        "--context",
-        type=positives,
-        nargs="?",
-        const=[2048, 8192, 32768],
-        metavar="S,S",
-        help="time steps that end contexts of such lengths (2048,8192,32768), and the selection of "
-        "keys in them; with --compile, slots of the step (4096)",
-    )
-    add("--profile", type=Path, metavar="DIR", help="write a profile of a chunk and some steps")
-    add(
-        "--experts",
-        action="store_true",
-        help="find the row count below which local experts are faster than exchanging rows",
-    )
-    add(
-        "--rows",
-        action="store_true",
-        help="find the row count from which slicing rows over ranks is faster than keeping all",
-    )
-    add(
-        "--reduce",
-        action="store_true",
-        help="find the row count from which a ring completes sums faster than the backend's sum",
-    )
-    add(
-        "--compile",
-        metavar="CONFIG",
-        help="compile k3, k3.1, or the config at a path; runs nothing",
-    )
     add("--json", action="store_true", help="print a line of JSON for each row")
+    _add_measurements(command)
+    add_mesh(command)
+
+
+def _add_measurements(command: argparse.ArgumentParser) -> None:
+    """What is measured instead of prefill and decode, one of these at a time."""
+    add = command.add_argument_group("instead of prefill and decode, one of").add_argument
+    help_context = (
+        "the time a token takes at the end of contexts of S tokens (2048,8192,32768), and the part "
+        "of it that selects keys; with --compile, cache slots (4096)"
+    )
+    contexts = [2048, 8192, 32768]
+    add("--context", type=positives, nargs="?", const=contexts, metavar="S,S", help=help_context)
+    help_profile = "write a profile of one prefill chunk and some decode steps"
+    add("--profile", type=Path, metavar="DIR", help=help_profile)
+    help_experts = "the batch size below which experts=local is faster than experts=exchange"
+    add("--experts", action="store_true", help=help_experts)
+    help_rows = "the batch size from which rows=sliced is faster than rows=full"
+    add("--rows", action="store_true", help=help_rows)
+    help_reduce = "the row count from which a ring all-reduce is faster than the backend's"
+    add("--reduce", action="store_true", help=help_reduce)
+    help_compile = "compile a step of k3, k3.1, or the config at a path, and run nothing"
+    add("--compile", metavar="CONFIG", help=help_compile)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -103,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
     title, columns, rows = measure(options, mesh, place)
     if options.json:
         for row in rows:
-            print(json.dumps(dict(zip(columns, row, strict=True))))
+            print_json(dict(zip(columns, row, strict=True)))
         return 0
     said = [[_say_cell(*cell) for cell in zip(columns, row, strict=True)] for row in rows]
     print_table(title, [column.replace("_", " ") for column in columns], said)

@@ -8,8 +8,17 @@ from typing import Any
 
 from ..errors import CommandError
 from .devices import check_folder, load_model, use_compilation_cache
-from .options import SHIPPED, SHIPPED_MODEL, add_command, add_mesh, add_sampling, sampling_options
-from .output import note
+from .options import (
+    SHIPPED,
+    SHIPPED_MODEL,
+    OnceSwitch,
+    add_command,
+    add_mesh,
+    add_sampling,
+    sampling_options,
+    utf8_text,
+)
+from .output import check_standard_input, note
 
 EXAMPLES = """\
   kimi-jax chat /path/to/checkpoint
@@ -31,39 +40,22 @@ def add(commands: Any) -> None:
     from ..generation.chat import MAX_NEW_TOKENS, TEMPERATURE, THINKING_EFFORT, TOP_P
     from ..text.messages import EFFORTS, TOOL_CHOICES
 
-    command = add_command(commands, "chat", run, "hold a conversation", EXAMPLES)
-    add_mesh(command)
+    command = add_command(commands, "chat", run, "hold a conversation in the terminal", EXAMPLES)
     add = command.add_argument
-    add(
-        "path",
-        nargs="?",
-        type=Path,
-        default=SHIPPED,
-        metavar="PATH",
-        help=f"folder ({SHIPPED_MODEL})",
-    )
-    add("--system", metavar="TEXT", help="a system prompt")
-    add(
-        "--thinking",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="let the model think before it answers (on)",
-    )
-    add(
-        "--thinking-effort",
-        choices=(*EFFORTS, "unsaid"),
-        default=THINKING_EFFORT,
-        help=f"tell the model how much to think ({THINKING_EFFORT})",
-    )
+    help_path = f"checkpoint folder ({SHIPPED_MODEL})"
+    add("path", nargs="?", type=Path, default=SHIPPED, metavar="PATH", help=help_path)
+    add("--system", type=utf8_text, metavar="TEXT", help="system prompt")
+    help_thinking = "let the model think before it answers (on)"
+    add("--thinking", action=OnceSwitch, default=True, help=help_thinking)
+    efforts = (*EFFORTS, "unsaid")
+    help_effort = f"tell the model how much to think ({THINKING_EFFORT})"
+    add("--thinking-effort", choices=efforts, default=THINKING_EFFORT, help=help_effort)
     add("--tools", type=Path, metavar="FILE", help="declare tools: a JSON list of functions")
     add("--tool-choice", choices=TOOL_CHOICES, help="whether it must or must not call tools (auto)")
-    add(
-        "--response-format",
-        default="text",
-        metavar="FORMAT",
-        help="ask for JSON: json_object, or a file that holds a JSON schema (text)",
-    )
+    help_format = "ask for JSON: json_object, or a file that holds a JSON schema (text)"
+    add("--response-format", default="text", metavar="FORMAT", help=help_format)
     add_sampling(command, MAX_NEW_TOKENS, TEMPERATURE, TOP_P)
+    add_mesh(command)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -76,6 +68,7 @@ def run(options: argparse.Namespace) -> int:
         raise CommandError(
             "chat reads what one person types: with several processes use Model.chat"
         )
+    check_standard_input()
     settings = sampling_options(options)
     check_folder(options.path)
     wishes = _wishes(options)

@@ -50,8 +50,9 @@ def join_processes(options: argparse.Namespace) -> None:
     coordinator, count, number = given
     if coordinator is None or count is None or number is None:
         raise CommandError("--coordinator, --processes and --process-id belong together")
-    if not re.fullmatch(r"[^:\s]+:\d{1,5}", coordinator):
-        raise CommandError(f"--coordinator takes HOST:PORT, got {coordinator!r}")
+    host = re.fullmatch(r"[A-Za-z0-9._-]+:([0-9]{1,5})", coordinator)
+    if not host or not 0 < int(host[1]) < 2**16:
+        raise CommandError(f"--coordinator takes HOST:PORT, got {shown(coordinator)}")
     if not 0 <= number < count:
         raise CommandError(
             f"--process-id {number} is not among the {count} processes, 0 to {count - 1}"
@@ -111,20 +112,41 @@ def make_placement(options: argparse.Namespace) -> Any:
             raise CommandError(f"--place {name}=...: no such option, there are {', '.join(fields)}")
         if isinstance(fields[name], tuple):
             values[name] = tuple(part for part in text.split(",") if part)
-        elif isinstance(fields[name], int) and not text.isdecimal():
-            raise CommandError(f"--place {name} takes a whole number, got {text!r}")
+        elif isinstance(fields[name], int) and not re.fullmatch("[0-9]{1,400}", text):
+            raise CommandError(f"--place {name} takes a whole number, got {shown(text)}")
         else:
             values[name] = int(text) if isinstance(fields[name], int) else text
     return kj.Placement(**values)
 
 
 def use_compilation_cache() -> None:
-    """Compiled programs stay in the user's cache folder, so that a second run starts at once."""
+    """Keep compiled programs in the user's cache folder, so that a second run starts at once; where
+    there is none to write in, run without one and say so.
+    """
     import jax
 
-    if jax.config.values["jax_compilation_cache_dir"] is None:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        jax.config.update("jax_compilation_cache_dir", str(cache / "kimi_jax" / "programs"))
+    asked = jax.config.values["jax_compilation_cache_dir"]
+    try:
+        folder = Path(asked) if asked is not None else _cache_folder()
+        if "://" not in str(folder):  # JAX also takes addresses of storage elsewhere
+            make_folder("compilation cache", folder)
+        jax.config.update("jax_compilation_cache_dir", str(asked or folder))
+    except CommandError as error:
+        jax.config.update("jax_compilation_cache_dir", None)
+        note(f"note: compiled programs are not kept, {error}")
+
+
+def _cache_folder() -> Path:
+    """Where compiled programs are kept. Raises `CommandError` where the user has no folder."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):  # what is not absolute does not count, by the convention
+        try:
+            base = Path.home() / ".cache"
+        except RuntimeError as error:
+            raise CommandError("there is no HOME, and the user has no home folder") from error
+    if not os.path.isabs(base):
+        raise CommandError(f"HOME is {shown(str(Path.home()))}, not an absolute path")
+    return Path(base) / "kimi_jax" / "programs"
 
 
 def check_folder(path: Path) -> None:
@@ -137,12 +159,13 @@ def check_folder(path: Path) -> None:
 
 
 def make_folder(option: str, folder: Path) -> None:
-    """A folder that can be written, or a refusal."""
+    """Make a folder that can be written. Raises `CommandError` that names what it is for."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        said = "a file and not a folder" if folder.is_file() else error.strerror
-        raise CommandError(f"{option} {folder}: {said}") from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", "not a name that a folder can have")
+        reason = "a file and not a folder" if folder.is_file() else reason
+        raise CommandError(f"{option} {folder}: {reason}") from error
     if not os.access(folder, os.W_OK):
         raise CommandError(f"{option} {folder}: no permission to write there")
 

@@ -5,49 +5,58 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import json
-import sys
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import CommandError
+from ..errors import CommandError, shown
 from .devices import load_model, use_compilation_cache
-from .options import SHIPPED, SHIPPED_MODEL, add_command, add_mesh, add_sampling, sampling_options
-from .output import note, print_table, write
+from .options import (
+    SHIPPED,
+    SHIPPED_MODEL,
+    add_command,
+    add_mesh,
+    add_sampling,
+    positive,
+    sampling_options,
+    utf8_text,
+    whole,
+)
+from .output import note, print_error, print_json, print_table, read_standard_input, write
 
 EXAMPLES = """\
   kimi-jax generate "Alice was beginning to"
-  kimi-jax generate "Alice was" --temperature 0.8 --top-p 0.95 --seed 3 --stop "\\n\\n"
+  kimi-jax generate "Alice was" --temperature 0.8 --top-p 0.95 --seed 3 --stop "."
   kimi-jax generate "The Queen" "The King" --json --logprobs 3
   cat letter.txt | kimi-jax generate - --model /path/to/checkpoint
   kimi-jax generate 12,7,300 --tokens
   kimi-jax generate "The King" --devices 8 --mesh 2x4 --place experts=local
 
-One prompt is shown and continued as tokens come; its speed goes to standard error.
+One prompt is printed and streamed token by token; its speed goes to standard error. Several are
+decoded as one batch and printed when all are done.
 A line break at the end of standard input is not part of the prompt."""
 
 
 def add(commands: Any) -> None:
     """Add the command and its options to a parser."""
-    command = add_command(commands, "generate", run, "continue one prompt or several", EXAMPLES)
-    add_mesh(command)
+    about = "continue one prompt or several"
+    command = add_command(commands, "generate", run, about, EXAMPLES)
     add = command.add_argument
-    add("prompts", nargs="*", metavar="PROMPT", help="text to continue; - reads standard input")
-    add(
-        "--model",
-        type=Path,
-        default=SHIPPED,
-        metavar="PATH",
-        help=f"checkpoint folder ({SHIPPED_MODEL})",
-    )
-    add_sampling(command, max_new_tokens=64, temperature=0.0, top_p=1.0)
-    add("--logprobs", type=int, metavar="N", help="report log-probabilities and the N best tokens")
+    help_prompts = "text to continue; - reads it from standard input, as UTF-8"
+    add("prompts", nargs="*", type=utf8_text, metavar="PROMPT", help=help_prompts)
+    help_model = f"checkpoint folder ({SHIPPED_MODEL})"
+    add("--model", type=Path, default=SHIPPED, metavar="PATH", help=help_model)
     add("--tokens", action="store_true", help="prompts are token ids with commas between them")
-    add("--slots", type=int, default=8, metavar="N", help="prompts that decode together (8)")
+    help_logprobs = "report log-probabilities, and those of the N most probable tokens"
+    add("--logprobs", type=positive, metavar="N", help=help_logprobs)
+    help_slots = "batch size of decoding: a finished request makes room for the next (8)"
+    add("--slots", type=whole(1, 256), default=8, metavar="N", help=help_slots)
     add("--json", action="store_true", help="print a line of JSON for each completion")
-    add("--verbose", action="store_true", help="say on standard error what happens to each prompt")
+    add("--verbose", action="store_true", help="log each request's events on standard error")
+    add_sampling(command, max_new_tokens=64, temperature=0.0, top_p=1.0)
+    add_mesh(command)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -68,19 +77,25 @@ def run(options: argparse.Namespace) -> int:
 def _prompts(options: argparse.Namespace) -> list[str] | list[list[int]]:
     if not options.prompts:
         raise CommandError("no prompt: give one, or - to read it from standard input")
-    if options.logprobs is not None and options.logprobs < 1:
-        raise CommandError(
-            f"--logprobs must be a positive number of tokens, got {options.logprobs}"
-        )
     if options.prompts.count("-") > 1:
         raise CommandError("- stands for standard input, which can be one prompt only")
-    texts = [sys.stdin.read().removesuffix("\n") if p == "-" else p for p in options.prompts]
-    if not options.tokens:
-        return texts
-    try:
-        return [[int(part) for part in text.split(",") if part.strip()] for text in texts]
-    except ValueError as error:
-        raise CommandError("--tokens takes whole numbers with commas between them") from error
+    texts = [
+        read_standard_input().removesuffix("\n") if prompt == "-" else prompt
+        for prompt in options.prompts
+    ]
+    for at, text in enumerate(texts):
+        if not text.strip() and (options.tokens or not text):
+            raise CommandError(f"prompt {at} is empty")
+    return [_token_ids(text) for text in texts] if options.tokens else texts
+
+
+def _token_ids(text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch("[0-9]{1,400}", part) for part in parts if part):
+        raise CommandError(
+            f"--tokens takes whole numbers with commas between them, got {shown(text)}"
+        )
+    return [int(part) for part in parts if part]
 
 
 def _stream(model: Any, prompt: str | list[int], settings: dict[str, Any]) -> None:
@@ -131,13 +146,13 @@ def _readable(model: Any, prompt: str | Sequence[int]) -> str:
 
 def _print_completion(model: Any, prompt: Any, completion: Any, as_json: bool) -> None:
     if as_json:
-        print(json.dumps({"prompt": prompt, **dataclasses.asdict(completion)}, ensure_ascii=False))
+        print_json({"prompt": prompt, **dataclasses.asdict(completion)})
         return
     separator = "" if model.tokenizer else ","
     reply = completion.tokens if completion.text is None else completion.text
     print(_readable(model, prompt), _readable(model, reply), sep=separator)
     if completion.error:
-        print(f"kimi-jax: error: {completion.error}", file=sys.stderr)
+        print_error(completion.error)
     if completion.logprobs:
         _print_logprobs(model, completion.logprobs)
     print()

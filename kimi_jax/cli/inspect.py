@@ -40,21 +40,10 @@ _PARTS = (  # the first pattern found in a tensor's name says which part of the 
 
 def add(commands: Any) -> None:
     """Add the command and its options to a parser."""
-    add = add_command(
-        commands,
-        "inspect",
-        run,
-        "show what a checkpoint folder holds, from its headers alone",
-        EXAMPLES,
-    ).add_argument
-    add(
-        "path",
-        nargs="?",
-        type=Path,
-        default=SHIPPED,
-        metavar="PATH",
-        help=f"folder ({SHIPPED_MODEL})",
-    )
+    about = "show the sizes, layers and tensors of a checkpoint folder, from its headers alone"
+    add = add_command(commands, "inspect", run, about, EXAMPLES).add_argument
+    help_path = f"checkpoint folder ({SHIPPED_MODEL})"
+    add("path", nargs="?", type=Path, default=SHIPPED, metavar="PATH", help=help_path)
     add("--all", action="store_true", help="list every tensor instead of groups of them")
 
 

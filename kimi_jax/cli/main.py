@@ -7,13 +7,14 @@ settled first, and what needs JAX is imported by the command that runs.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ..errors import CommandError, InputError
 from . import bench, chat, devices, generate, inspect, plan
+from .options import Once, OnceFlag
+from .output import prepare_streams, print_error, silence_output
 
 COMMANDS = (generate, chat, plan, inspect, bench)
 
@@ -25,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cannot be used, and the message says why. 130: stopped by Ctrl-C.
     """
     try:
+        prepare_streams()
         options = make_parser().parse_args(argv)
         devices.set_devices(options.devices)
         devices.join_processes(options)
@@ -36,28 +38,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)
         return 130
     except BrokenPipeError:  # whoever reads the output has enough of it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        silence_output()
         return 0
     except FloatingPointError as error:
-        print(f"kimi-jax: error: {error}", file=sys.stderr)
+        print_error(error)
         return 1
-    except REFUSALS as error:
-        print(f"kimi-jax: error: {error}", file=sys.stderr)
+    except (InputError, NotImplementedError) as error:
+        print_error(error)
         return 2
-
-
-REFUSALS = (  # the input is at fault
-    InputError,
-    NotImplementedError,
-    FileNotFoundError,
-    NotADirectoryError,
-    IsADirectoryError,
-    PermissionError,
-)
+    except OSError as error:
+        if error.filename is not None:  # of a file that was named
+            print_error(error)
+            return 2
+        print_error(f"output cannot be written: {error.strerror}")  # a full disk
+        silence_output()
+        return 1
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports bad options in the way every other refusal is reported."""
+    """Reports bad options in the way every other refusal is reported, options given twice too."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for action in (None, "store"):
+            self.register("action", action, Once)
+        self.register("action", "store_true", OnceFlag)
 
     def error(self, message: str) -> NoReturn:
         """Raise `CommandError`, where argparse would end the program."""

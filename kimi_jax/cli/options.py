@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..errors import CommandError
+from ..errors import CommandError, shown
 
 SHIPPED = Path(__file__).parents[1] / "shipped"
+LARGEST = 2**31 - 1  # of a whole number: int32 holds it
+MOST_DEVICES = 1024  # that JAX simulates in one process within seconds
 DTYPES = ("float32", "bfloat16", "float64")
-_MOST_GIGABYTES = 1e9  # of a device: above any
-SHIPPED_MODEL = "the small model of the package"
+MOST_GIGABYTES = 1e9  # of a device: above any
+SHIPPED_MODEL = "the small trained model of the package"
 HELP = {
-    "temperature": "divides the logits before a token is drawn; 0 takes the best token",
-    "top-p": "draw from the fewest best tokens that together have probability P",
-    "top-k": "draw from the K best tokens (0: all)",
-    "penalty": "divide what tokens already used score by R (1: not)",
-    "min-p": "draw no token less than P times as probable as the best one (0: all)",
-    "seed": "start of the random draws: the same seed draws the same tokens (0)",
-    "dtype": "number type of the computation",
+    "temperature": "divide the logits by T before sampling; 0 is greedy decoding",
+    "top-p": "nucleus sampling: the smallest set of tokens with a total probability of P",
+    "top-k": "sample from the K most probable tokens (0: all)",
+    "min-p": "drop tokens less than P times as probable as the most probable one (0: none)",
+    "penalty": "make tokens used before less likely: divide their logits by R (1: no change)",
+    "min-new-tokens": "no stop token or stop string ends a reply before N tokens (0)",
+    "seed": "seed of the random generator: the same seed gives the same tokens (0)",
+    "stop": "stop string, not part of the reply; may be repeated",
+    "dtype": "type of weights and activations",
 }
 
 
@@ -37,57 +43,57 @@ def add_command(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.set_defaults(run=run)
-    command.add_argument(
-        "--devices", type=positive, metavar="N", help="run on N CPU devices, made by JAX"
-    )
+    most = whole(1, MOST_DEVICES)
+    command.add_argument("--devices", type=most, metavar="N", help="simulate N devices on the CPU")
     return command
 
 
 def add_mesh(command: argparse.ArgumentParser) -> None:
-    """The options of commands that spread a model over devices and processes."""
-    add = command.add_argument_group("devices and processes").add_argument
-    add(
-        "--mesh",
-        type=mesh_shape,
-        metavar="DxM",
-        help="D data x M model ranks (1 x all GPUs or --devices)",
-    )
-    add_place(command)
-    add("--chunk", type=positive, metavar="T", help="most tokens of a row in a prefill step")
-    add("--coordinator", metavar="HOST:PORT", help="where process 0 listens, for several processes")
-    add("--processes", type=positive, metavar="N", help="how many processes run together")
-    add("--process-id", type=int, metavar="I", help="which of them this one is, from 0 on")
+    """The options of commands that shard a model over devices and processes."""
+    group = command.add_argument_group("devices and processes")
+    add = group.add_argument
+    help_mesh = "D data-parallel x M model-parallel ranks (1 x all GPUs, or 1 x --devices)"
+    add("--mesh", type=mesh_shape, metavar="DxM", help=help_mesh)
+    add_place(group)
+    help_chunk = "prefill in chunks of at most T tokens of a request (256 on CPU, else 4096)"
+    add("--chunk", type=positive, metavar="T", help=help_chunk)
+    help_coordinator = "address of process 0, for a mesh over several processes"
+    add("--coordinator", metavar="HOST:PORT", help=help_coordinator)
+    add("--processes", type=positive, metavar="N", help="number of processes")
+    add("--process-id", type=whole(0), metavar="I", help="number of this process, from 0 on")
 
 
-def add_place(command: argparse.ArgumentParser) -> None:
-    """The option of commands that partition a model."""
-    command.add_argument(
+def add_place(parser: Any) -> None:
+    """The option of commands that partition a model, in a parser or a group of options."""
+    parser.add_argument(
         "--place",
         action="append",
         type=name_and_value,
         metavar="NAME=VALUE",
-        help="an option of Placement, such as experts=local or pad=heads,vocab; may be repeated",
+        help="a field of kimi_jax.Placement, which says how the model is partitioned: "
+        "keys=helix, experts=local, pad=heads,vocab; may be repeated",
     )
 
 
 def add_sampling(
     command: argparse.ArgumentParser, max_new_tokens: int, temperature: float, top_p: float
 ) -> None:
-    """How tokens are drawn and where a reply ends, with the defaults of a command."""
-    add = command.add_argument
-    said = f"most tokens to add ({max_new_tokens})"
-    add("--max-new-tokens", type=int, default=max_new_tokens, metavar="N", help=said)
-    said = f"{HELP['temperature']} ({temperature:g})"
-    add("--temperature", type=float, default=temperature, metavar="T", help=said)
-    said = f"{HELP['top-p']} ({top_p:g}; 1: all)" if top_p < 1 else f"{HELP['top-p']} (1: all)"
-    add("--top-p", type=float, default=top_p, metavar="P", help=said)
-    add("--top-k", type=int, default=0, metavar="K", help=HELP["top-k"])
-    add("--min-p", type=float, default=0.0, metavar="P", help=HELP["min-p"])
-    add("--repetition-penalty", type=float, default=1.0, metavar="R", help=HELP["penalty"])
-    add("--min-new-tokens", type=int, default=0, metavar="N", help="no end before so many (0)")
-    add("--seed", type=int, default=0, metavar="N", help=HELP["seed"])
-    add("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
-    add("--dtype", choices=DTYPES, help=f"{HELP['dtype']} (float32 on CPU, else bfloat16)")
+    """How tokens are sampled and where a reply ends, with the defaults of a command."""
+    add = command.add_argument_group("sampling").add_argument
+    help_new = f"most tokens to generate ({max_new_tokens})"
+    add("--max-new-tokens", type=positive, default=max_new_tokens, metavar="N", help=help_new)
+    help_temperature = f"{HELP['temperature']} ({temperature:g})"
+    add("--temperature", type=number, default=temperature, metavar="T", help=help_temperature)
+    help_top_p = f"{HELP['top-p']} ({top_p:g}{'; 1: all' if top_p < 1 else ': all'})"
+    add("--top-p", type=number, default=top_p, metavar="P", help=help_top_p)
+    add("--top-k", type=whole(0), default=0, metavar="K", help=HELP["top-k"])
+    add("--min-p", type=number, default=0.0, metavar="P", help=HELP["min-p"])
+    add("--repetition-penalty", type=number, default=1.0, metavar="R", help=HELP["penalty"])
+    add("--min-new-tokens", type=whole(0), default=0, metavar="N", help=HELP["min-new-tokens"])
+    add("--seed", type=whole(0), default=0, metavar="N", help=HELP["seed"])
+    add("--stop", action="append", type=stop_text, metavar="TEXT", help=HELP["stop"])
+    help_dtype = f"{HELP['dtype']} (float32 on CPU, else bfloat16)"
+    command.add_argument("--dtype", choices=DTYPES, help=help_dtype)
 
 
 def sampling_options(options: argparse.Namespace) -> dict[str, Any]:
@@ -96,18 +102,95 @@ def sampling_options(options: argparse.Namespace) -> dict[str, Any]:
 
     if 3.4e38 < options.temperature < math.inf:
         raise CommandError(f"--temperature {options.temperature:g} is more than a float32 holds")
-    o = options
-    sampling = Sample(o.temperature, o.top_k, o.top_p, o.min_p, o.repetition_penalty)
+    if options.min_new_tokens > options.max_new_tokens:
+        raise CommandError(
+            f"--min-new-tokens {options.min_new_tokens} is more than --max-new-tokens "
+            f"{options.max_new_tokens}"
+        )
+    sampling = Sample(
+        options.temperature,
+        options.top_k,
+        options.top_p,
+        options.min_p,
+        options.repetition_penalty,
+    )
     names = ("max_new_tokens", "min_new_tokens", "seed", "stop")
-    own = {name: getattr(options, name) for name in names}
-    return {"sampling": sampling, **own}
+    return {"sampling": sampling, **{name: getattr(options, name) for name in names}}
 
 
-def positive(text: str) -> int:
-    """A positive whole number."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
-    return int(text)
+class Once(argparse.Action):
+    """Stores the value of an option, which may be given once."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        """Store a value, or raise `argparse.ArgumentError` for the second one."""
+        if option_string:
+            _refuse_second(self, namespace)
+        setattr(namespace, self.dest, values)
+
+
+class OnceFlag(argparse.Action):
+    """Turns an option on, which may be given once."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(nargs=0, default=False, **kwargs)
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        """Turn the option on, or raise `argparse.ArgumentError` the second time."""
+        _refuse_second(self, namespace)
+        setattr(namespace, self.dest, True)
+
+
+class OnceSwitch(argparse.BooleanOptionalAction):
+    """Turns an option on or off by --NAME or --no-NAME, of which one may be given."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        """Set the option, or raise `argparse.ArgumentError` the second time."""
+        _refuse_second(self, namespace)
+        super().__call__(parser, namespace, values, option_string)
+
+
+def _refuse_second(action: argparse.Action, namespace: argparse.Namespace) -> None:
+    given = vars(namespace).setdefault("given", set())
+    if action.dest in given:
+        raise argparse.ArgumentError(action, "is given twice")
+    given.add(action.dest)
+
+
+# Values. Digits are those of ASCII: `int` also reads the digits of other scripts, and 1_000.
+
+
+def whole(low: int, high: int = LARGEST) -> Callable[[str], int]:
+    """A reader of whole numbers in low..high."""
+
+    def read(text: str) -> int:
+        if not re.fullmatch(r"[+-]?[0-9]{1,400}", text) or not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(
+                f"{shown(text)} is not a whole number from {low} to {high}"
+            )
+        return int(text)
+
+    return read
+
+
+positive = whole(1)
 
 
 def positives(text: str) -> list[int]:
@@ -115,11 +198,40 @@ def positives(text: str) -> list[int]:
     return [positive(part) for part in text.split(",")]
 
 
+def number(text: str) -> float:
+    """A number, which may be nan or inf: what an option means by it says its range."""
+    if not text.isascii() or "_" in text or text != text.strip():
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a number")
+    try:
+        return float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a number") from error
+
+
+def utf8_text(text: str) -> str:
+    """Text of the command line. Bytes that the locale did not decode are read as UTF-8."""
+    try:
+        text.encode()
+        return text
+    except UnicodeEncodeError:
+        try:
+            return os.fsencode(text).decode()
+        except UnicodeError as error:
+            raise argparse.ArgumentTypeError(f"{shown(text)} is not UTF-8") from error
+
+
+def stop_text(text: str) -> str:
+    """Text that ends a reply."""
+    if not text:
+        raise argparse.ArgumentTypeError("an empty stop string would stop at once")
+    return utf8_text(text)
+
+
 def mesh_shape(text: str) -> tuple[int, int]:
     """The ranks of the axes data and model, spelled 2x4."""
     sizes = text.lower().split("x")
     if len(sizes) != 2:
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form 2x4")
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not of the form 2x4")
     return positive(sizes[0]), positive(sizes[1])
 
 
@@ -127,17 +239,17 @@ def name_and_value(text: str) -> tuple[str, str]:
     """An option of `Placement` and its value, spelled NAME=VALUE."""
     name, equals, value = text.partition("=")
     if not equals:
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=VALUE")
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not of the form NAME=VALUE")
     return name, value
 
 
 def gigabytes(text: str) -> list[float]:
     """Sizes in GB with commas between them."""
     try:
-        sizes = [float(part) for part in text.split(",")]
-    except ValueError:
+        sizes = [number(part) for part in text.split(",")]
+    except argparse.ArgumentTypeError:
         sizes = []
-    if not sizes or not all(0 < size <= _MOST_GIGABYTES for size in sizes):
-        message = f"{text!r} must be sizes in GB with commas between them"
+    if not sizes or not all(0 < size <= MOST_GIGABYTES for size in sizes):
+        message = f"{shown(text)} must be sizes in GB with commas between them"
         raise argparse.ArgumentTypeError(message)
     return sizes

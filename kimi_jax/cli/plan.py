@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
 from ..errors import CommandError
 from .devices import make_placement, named_config
 from .options import DTYPES, HELP, add_command, add_place, gigabytes, positive
+from .output import print_json
 
 EXAMPLES = """\
   kimi-jax plan k3.1 --model 8 --context 131072 --batch 64 --hbm 141,288
@@ -20,21 +20,18 @@ Temporaries of a step, about 2 GB at full size, are not in the table; --hbm sets
 
 def add(commands: Any) -> None:
     """Add the command and its options to a parser."""
-    command = add_command(
-        commands,
-        "plan",
-        run,
-        "show what each device would hold, from shapes alone, and what fits",
-        EXAMPLES,
-    )
+    about = "plan memory: the bytes of each device, from shapes alone, and what fits"
+    command = add_command(commands, "plan", run, about, EXAMPLES)
     add = command.add_argument
-    add("config", nargs="?", default="k3.1", metavar="CONFIG", help="k3, k3.1, or a path (k3.1)")
-    add("--model", type=positive, default=1, metavar="N", help="ranks of the model axis (1)")
-    add("--data", type=positive, default=1, metavar="N", help="ranks of the data axis (1)")
+    help_config = "k3, k3.1, or the path of a config (k3.1)"
+    add("config", nargs="?", default="k3.1", metavar="CONFIG", help=help_config)
+    add("--model", type=positive, default=1, metavar="N", help="model-parallel ranks (1)")
+    add("--data", type=positive, default=1, metavar="N", help="data-parallel ranks (1)")
     add("--batch", type=positive, default=1, metavar="B", help="requests on the whole mesh (1)")
-    add("--context", type=positive, metavar="S", help="tokens of a request (4096)")
+    add("--context", type=positive, metavar="S", help="tokens of each request (4096)")
     add("--dtype", choices=DTYPES, default="bfloat16", help=f"{HELP['dtype']} (bfloat16)")
-    add("--hbm", type=gigabytes, default=[], metavar="GB,GB", help="device memories to try, in GB")
+    help_hbm = "device memories to try, in GB"
+    add("--hbm", type=gigabytes, default=[], metavar="GB,GB", help=help_hbm)
     add_place(command)
     add("--json", action="store_true", help="print bytes by term as a line of JSON")
 
@@ -56,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         totals = {"weights": made.weight_bytes, "state": made.state_bytes, "all": made.total_bytes}
         fits = {f"{size:g}": made.fits(size * 1e9) for size in options.hbm}
-        print(json.dumps({"terms": made.terms, "bytes": totals, "fits": fits}))
+        print_json({"terms": made.terms, "bytes": totals, "fits": fits})
         return 0
     print(made)
     for size in options.hbm:

@@ -20,6 +20,7 @@ from ..generation.chat import ChatStream, Reply
 from ..generation.generate import Usage
 from ..text.chat_format import render
 from ..text.reply_parser import ChatEvent
+from .output import console
 
 HELP = """\
 /reset        begin a new conversation (the system prompt stays)
@@ -38,9 +39,9 @@ class Screen:
     """Where answers and remarks are written."""
 
     def __init__(self) -> None:
-        self._out = Console(markup=False, highlight=False)
+        self._out = console()
         self.is_terminal = self._out.is_terminal
-        err = Console(stderr=True, markup=False, highlight=False)
+        err = console(stderr=True)
         self._aside = self._out if self.is_terminal else err
 
     def answer(self, text: str) -> None:

@@ -2,6 +2,7 @@
 second.
 """
 
+import shutil
 import sys
 import time
 
@@ -17,6 +18,12 @@ from rich.progress import (
 from rich.progress import Progress as Bar
 
 
+def terminal_size() -> tuple[int, int]:
+    """Columns and lines of the terminal, within reason: an environment may say 0, or no number."""
+    columns, lines = shutil.get_terminal_size()
+    return min(max(columns, 20), 500), min(max(lines, 5), 500)
+
+
 class Progress:
     """A bar over `total` bytes or tokens. `show=None` shows it on a terminal and after a second,
     `True` always.
@@ -25,7 +32,8 @@ class Progress:
     def __init__(self, what: str, total: int, unit: str = "tokens", show: bool | None = None):
         bytes_ = (DownloadColumn(), TransferSpeedColumn())
         columns = bytes_ if unit == "bytes" else (MofNCompleteColumn(), TextColumn(unit))
-        console = Console(file=sys.stderr)
+        width, height = terminal_size()
+        console = Console(file=sys.stderr, width=width, height=height)
         self._bar = Bar(
             TextColumn("{task.description}"),
             BarColumn(),

@@ -16,7 +16,9 @@ from kimi_jax.cli import measure as bench
 
 def test_compile_of_no_config(run, tmp_path):
     assert_refused(run("bench", "--compile", "k4"), "neither k3, k3.1 nor the path")
-    assert_refused(run("bench", "--compile", tmp_path), f"{tmp_path}: no checkpoint", "config.json")
+    assert_refused(
+        run("bench", "--compile", tmp_path), f"{tmp_path}: not a checkpoint", "config.json"
+    )
 
 
 def test_contexts_that_cannot_be_measured(run):

@@ -26,6 +26,18 @@ def test_file_for_a_folder(run, saved):
         assert_refused(run(*command, file), f"{file}: a file and not a folder")
 
 
+@pytest.mark.parametrize("name", ["config.json", "tiktoken.model", "tokenizer_config.json"])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_files_that_are_not_regular(run, folder, name, make):
+    """A FIFO would wait for ever, a folder is not a file."""
+    (folder / name).unlink()
+    make(folder / name)
+    for command in (("generate", "a", "--model"), ("chat",)):
+        assert_refused(run(*command, folder), name)
+    make(folder / "kind")
+    assert_refused(run("plan", folder / "kind"), "kind")
+
+
 def test_folder_without_config(run, folder):
     (folder / "config.json").unlink()
     assert_refused(run("generate", "a", "--model", folder), "copy", "no config.json")

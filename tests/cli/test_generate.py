@@ -1,6 +1,7 @@
 """`kimi-jax generate`: what it prints, and the prompts and options that it refuses."""
 
 import dataclasses
+import io
 import json
 import re
 
@@ -20,25 +21,29 @@ from kimi_jax.cli import generate
         (("",), "prompt 0 is empty"),
         (("a", ""), "prompt 1 is empty"),
         (("cat " * 40,), "the context of 64 leaves no room"),
-        (("1,999", "--tokens"), "999 is no token id below the vocabulary of 263"),
-        (("1,x", "--tokens"), "whole numbers"),
+        (("1,999", "--tokens"), "999 is not a token id below the vocabulary of 263"),
+        (("1,x", "--tokens"), "whole numbers with commas between them, got '1,x'"),
+        (("1,２", "--tokens"), "whole numbers with commas between them, got '1,２'"),
         (("", "--tokens"), "prompt 0 is empty"),
-        (("a", "--max-new-tokens", 0), "max_new_tokens must be a positive whole number, got 0"),
-        (("a", "--max-new-tokens", "x"), "--max-new-tokens: invalid int value: 'x'"),
+        (
+            ("a", "--max-new-tokens", 0),
+            "--max-new-tokens: '0' is not a whole number from 1 to 2147483647",
+        ),
+        (("a", "--max-new-tokens", "x"), "--max-new-tokens: 'x' is not a whole number"),
         (("a", "--temperature", -1), "temperature must be a finite number >= 0, got -1.0"),
         (("a", "--temperature", "nan"), "temperature must be a finite number"),
         (("a", "--temperature", "inf"), "temperature must be a finite number"),
         (("a", "--temperature", "1e39"), "--temperature 1e+39 is more than a float32 holds"),
         (("-", "a", "-"), "- stands for standard input, which can be one prompt only"),
         (("a", "--top-p", 2), "top_p must lie in 0..1, got 2.0"),
-        (("a", "--top-k", -1), "top_k must be a whole number >= 0"),
+        (("a", "--top-k", -1), "--top-k: '-1' is not a whole number from 0"),
         (("a", "--min-p", 1.5), "min_p must lie in 0..1, got 1.5"),
-        (("a", "--seed", -1), "seed must be a whole number"),
+        (("a", "--seed", -1), "--seed: '-1' is not a whole number from 0"),
         (("a", "--stop", ""), "an empty stop string"),
-        (("a", "--logprobs", 0), "--logprobs must be a positive number"),
+        (("a", "--logprobs", 0), "--logprobs: '0' is not a whole number from 1"),
         (("a", "--logprobs", 999), "logprobs must be"),
         (("a", "--dtype", "float8"), "--dtype: invalid choice: 'float8'"),
-        (("a", "--devices", 0), "--devices: '0' is not a positive whole number"),
+        (("a", "--devices", 0), "--devices: '0' is not a whole number from 1 to 1024"),
         (("a", "--temprature", 1), "unrecognized arguments"),
     ],
 )
@@ -98,7 +103,7 @@ def test_several_prompts_are_printed_whole(run, loaded):
 
 def test_standard_input_is_a_prompt(run, loaded, monkeypatch):
     code, direct, _ = run("generate", "the cat\n", "--max-new-tokens", 2)
-    monkeypatch.setattr("sys.stdin.read", lambda: "the cat\n\n", raising=False)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"the cat\n\n")))
     assert code == 0 and run("generate", "-", "--max-new-tokens", 2)[1] == direct
 
 
@@ -115,9 +120,17 @@ def test_nan_logits_are_an_error_of_their_own(run, loaded, model, monkeypatch):
         path: w * float("nan") if path[-1] == "head" else w for path, w in model.weights.items()
     }
     monkeypatch.setattr(kj, "load", lambda *a, **k: dataclasses.replace(model, weights=broken))
-    for words in ((), ("--json",)):
-        code, _, err = run("generate", "the cat", *words)
-        assert code == 1 and ("NaN" in err or words)
+    code, out, err = run("generate", "the cat")
+    assert (
+        code == 1
+        and err == "kimi-jax: error: the logits hold NaN, or nothing finite that may be chosen\n"
+    )
+    code, out, err = run("generate", "the cat", "a", "--json", "--logprobs", 2)
+    lines = [json.loads(line, parse_constant=pytest.fail) for line in out.splitlines()]
+    assert code == 1 and [line["prompt"] for line in lines] == ["the cat", "a"]
+    for line in lines:
+        assert line["finish_reason"] == "error" and line["tokens"] == [] and not line["logprobs"]
+        assert line["error"].startswith("the logits hold NaN")
 
 
 def test_text_of_several_prompts_ends_before_a_stop_string(capsys):

@@ -44,7 +44,7 @@ def test_unforeseen_errors_keep_their_traceback(run, loaded, monkeypatch):
         run("generate", "the cat")
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "inspect", "bench"])
+@pytest.mark.parametrize("command", ["generate", "chat", "plan", "inspect", "bench"])
 def test_help_teaches_by_example(capsys, command):
     with pytest.raises(SystemExit) as ended:
         cli.main([command, "--help"])
@@ -56,8 +56,11 @@ def test_help_teaches_by_example(capsys, command):
 
 def test_help_says_what_an_option_does(capsys):
     for command, says in {
-        "generate": ("less than P times as probable as the best one", "start of the random draws"),
-        "bench": ("number type of the computation", "with --compile bfloat16"),
+        "generate": (
+            "less than P times as probable as the most probable one",
+            "seed of the random",
+        ),
+        "bench": ("type of weights and activations", "with --compile bfloat16"),
     }.items():
         with pytest.raises(SystemExit):
             cli.main([command, "--help"])

@@ -30,7 +30,7 @@ def test_a_plan_is_printed_with_what_fits(capsys):
         (["k3", "--hbm", "much"], "'much' must be sizes in GB"),
         (["k3", "--hbm", "80,1e300"], "'80,1e300' must be sizes in GB"),
         (["k3", "--hbm", "nan"], "'nan' must be sizes in GB"),
-        (["k3", "--batch", str(2**31)], "batch 2147483648 is over 2147483647"),
+        (["k3", "--batch", str(2**31)], "--batch: '2147483648' is not a whole number"),
         (["k3", "--batch", "9" * 5000], "--batch"),
         (["k3", "--data", "65536", "--model", "65536"], "has more than 2147483647 devices"),
         (["\x1b[2J" * 2000], r"\x1b[2J"),

@@ -1,0 +1,148 @@
+"""Values of options: each is read as it is written, or refused before a model is loaded."""
+
+import re
+
+import pytest
+from commands import assert_refused
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kimi_jax as kj
+from kimi_jax.cli import main as cli
+from kimi_jax.errors import CommandError
+
+HUGE = "1" + "0" * 400
+WHOLE = ["max-new-tokens", "min-new-tokens", "seed", "top-k", "slots", "logprobs", "chunk"]
+NUMBERS = ["temperature", "top-p", "min-p", "repetition-penalty"]
+
+
+@pytest.fixture
+def refused(run, monkeypatch):
+    """Asserts that a command is refused without loading a model."""
+    monkeypatch.setattr(kj, "load", lambda *a, **k: pytest.fail("loaded"))
+
+    def check(words, *parts):
+        assert_refused(run(*words), *parts)
+
+    return check
+
+
+@pytest.mark.parametrize("option", [*WHOLE, "devices", "processes", "process-id"])
+@pytest.mark.parametrize(
+    "text", ["-1", HUGE, "9" * 5000, "1e3", "1e400", "１２", "²", "1_0", " 1", "1.0", "", "x", "∞"]
+)
+def test_whole_numbers(refused, option, text):
+    refused(("generate", "a", f"--{option}", text), f"--{option}: ", "is not a whole number from")
+
+
+@pytest.mark.parametrize("option", NUMBERS)
+@pytest.mark.parametrize(
+    "text", ["-1", "1e400", "-1e400", "nan", "１.５", "1_0", " 1", "", "x", "1,5"]
+)
+def test_numbers(refused, option, text):
+    refused(("generate", "a", f"--{option}", text))
+
+
+@pytest.mark.parametrize("option", ["model", "data", "batch", "context"])
+def test_sizes_of_a_plan(refused, option):
+    for text in ("0", "-1", HUGE, "１２", "2.5"):
+        refused(("plan", f"--{option}", text), f"--{option}: ", "is not a whole number from 1")
+
+
+@given(text=st.text(max_size=8) | st.integers().map(str))
+@settings(max_examples=300, derandomize=True, deadline=None)
+def test_a_whole_number_is_read_as_it_is_written_or_refused(text):
+    if re.fullmatch("[+-]?[0-9]+", text) and 0 <= int(text) < 2**31:
+        options = cli.make_parser().parse_args(["generate", "a", f"--seed={text}"])
+        assert options.seed == int(text)
+    else:
+        with pytest.raises(CommandError):
+            cli.make_parser().parse_args(["generate", "a", f"--seed={text}"])
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (("generate", "a", "--seed", 1, "--seed", 1), "--seed: is given twice"),
+        (("generate", "a", "--json", "--json"), "--json: is given twice"),
+        (("generate", "a", "--model", "x", "--model=y"), "--model: is given twice"),
+        (("generate", "a", "--mesh", "1x1", "--mesh", "1x2"), "--mesh: is given twice"),
+        (("chat", "--thinking", "--no-thinking"), "--thinking/--no-thinking: is given twice"),
+        (("chat", "--system", "a", "--system", "b"), "--system: is given twice"),
+        (("plan", "--hbm", "1", "--hbm", "2"), "--hbm: is given twice"),
+        (("inspect", "--devices", 2, "--devices", 2), "--devices: is given twice"),
+    ],
+)
+def test_an_option_is_given_once(refused, words, message):
+    refused(words, message)
+
+
+def test_options_that_may_be_repeated():
+    words = ["generate", "a", "b", "--stop", "x", "--stop", "y", "--place", "a=b", "--place", "c=d"]
+    options = cli.make_parser().parse_args(words)
+    assert options.stop == ["x", "y"] and options.place == [("a", "b"), ("c", "d")]
+    assert options.prompts == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "x", "8", "2x", "x4", "2x4x1", "0x1", "-1x1", "１x2", f"{HUGE}x1", "1 x 2", "1x2.0"],
+)
+def test_meshes(refused, text):
+    refused(("generate", "a", f"--mesh={text}"), "--mesh: ")
+
+
+@pytest.mark.parametrize("text", ["2147483647x2147483647", "1x2147483647"])
+def test_meshes_larger_than_the_machine(refused, text):
+    refused(("generate", "a", "--mesh", text), "devices, JAX has 8")
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("experts", "is not of the form NAME=VALUE"),
+        ("=x", "no such option"),
+        ("\x1b[2J=x", "no such option"),
+        ("experts=", "experts"),
+        ("experts=\x1b[2J", "experts"),
+        ("keys=HELIX", "keys"),
+        ("pad=heads,wheels", "wheels"),
+        ("pad=\ud800", "pad"),
+        ("expert_axes=model,model,rows", "rows"),
+        ("helix_block=0", "helix_block"),
+        ("helix_block=-1", "takes a whole number, got '-1'"),
+        ("helix_block=１２", "takes a whole number, got '１２'"),
+        ("helix_block=1e3", "takes a whole number, got '1e3'"),
+        (f"helix_block={'9' * 5000}", "takes a whole number"),
+        ("sliced_from=", "takes a whole number, got ''"),
+        ("ring_pieces=0", "ring_pieces"),
+    ],
+)
+def test_placements(refused, text, message):
+    for words in (("generate", "a"), ("plan", "k3"), ("bench",)):
+        refused((*words, f"--place={text}"), message)
+
+
+@pytest.mark.parametrize("text", [f"helix_block={HUGE}", f"sliced_from={HUGE}"])
+def test_placements_with_numbers_beyond_any_size(run, text):
+    """Runs or is refused in words."""
+    code, _, err = run("plan", "k3", "--model", 2, "--place=keys=helix", f"--place={text}")
+    assert code in (0, 2) and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "address", ["", "here", ":1", "h:", "h:0", "h:65536", "h:１", "a b:1", "a\0:1", "h:1:2", "é:1"]
+)
+def test_coordinators(refused, address):
+    words = ("generate", "a", f"--coordinator={address}", "--processes", 2, "--process-id", 0)
+    refused(words, "--coordinator takes HOST:PORT, got ")
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "1e400", "nan", "80,", "８０", "80 GB", "1_0"])
+def test_device_memories(refused, text):
+    refused(("plan", "k3", f"--hbm={text}"), "--hbm: ")
+
+
+def test_more_tokens_at_least_than_at_most(refused):
+    words = ("generate", "a", "--min-new-tokens", 9, "--max-new-tokens", 8)
+    refused(words, "--min-new-tokens 9 is more than --max-new-tokens 8")
