@@ -205,19 +205,19 @@ def weight_table(config: Config, packed: bool, root: str = ROOT) -> list[Weight]
     """Every weight of a model, in the order of the layers; `root` begins every released name."""
     D, Z = config.hidden, config.vocab
     head = _EMBEDDING if config.tie_embeddings else LM_HEAD
-    layers = [
-        weight
-        for i in range(config.layers)
-        for weight in _prefixed(f"layers.{i}.", f"model.layers.{i}.", _layer(config, packed, i))
+    weights = [Weight("embed", f"{root}{_EMBEDDING}", (Z, D))]
+    layers: dict[tuple[bool, bool], list[Weight]] = {}  # of one kind they are alike
+    for i in range(config.layers):
+        kind = (config.is_mla(i), config.is_dense(i))
+        if kind not in layers:
+            layers[kind] = _layer(config, packed, i)
+        weights += _prefixed(f"layers.{i}.", f"{root}model.layers.{i}.", layers[kind])
+    return [
+        *weights,
+        *_prefixed("residual.", f"{root}model.output_attn_res_", _residual(config)),
+        Weight("norm", f"{root}model.norm.weight", (D,)),
+        Weight("head", f"{root}{head}", (Z, D)),
     ]
-    weights = [
-        Weight("embed", _EMBEDDING, (Z, D)),
-        *layers,
-        *_prefixed("residual.", "model.output_attn_res_", _residual(config)),
-        Weight("norm", "model.norm.weight", (D,)),
-        Weight("head", head, (Z, D)),
-    ]
-    return _prefixed("", root, weights)
 
 
 def _prefixed(name: str, source: str, weights: Iterable[Weight]) -> list[Weight]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import regex
 import tiktoken
 
-from ..errors import TokenizerError
+from ..errors import TokenizerError, shown
 from .vocabulary import (
     CONFIG_FILE,
     RANKS_FILE,
@@ -54,7 +54,7 @@ PATTERN = "|".join(
 )
 
 # tiktoken's regex engine fails on long input and on long runs of one class. The published tokenizer
-# cuts at these lengths, and where it cuts decides the ids, so the numbers are part of the format.
+# splits at these lengths, and where it splits decides the ids: the numbers belong to the format.
 _CHUNK_CHARS = 400_000
 _RUN_CHARS = 25_000
 _RUN = re.compile(r"\s+|\S+")
@@ -101,7 +101,7 @@ class Tokenizer:
     def id(self, content: str) -> int:
         """The id of a special token."""
         if content not in self.special_ids:
-            raise TokenizerError(f"{content!r} is not a special token")
+            raise TokenizerError(f"{shown(content)} is not a special token")
         return self.special_ids[content]
 
     def encode(self, text: str, markers: bool = False) -> list[int]:
@@ -135,7 +135,7 @@ class Tokenizer:
         """Text of the ids: invalid UTF-8 becomes U+FFFD, special tokens show only with `markers`.
 
         A special token ends the character before it, shown or not: half a character on each side of
-        it does not make a whole one. An unknown id raises TokenizerError.
+        it does not make a character. An unknown id raises TokenizerError.
         """
         if markers:
             return self.decode_bytes(ids).decode("utf-8", errors="replace")
@@ -155,11 +155,11 @@ class Tokenizer:
         return token in self._special_bytes
 
     def _encode_ordinary(self, text: str) -> list[int]:
-        return [token for cut in _cuts(text) for token in self._encoding.encode_ordinary(cut)]
+        return [token for chunk in _chunks(text) for token in self._encoding.encode_ordinary(chunk)]
 
     def _piece(self, token: int) -> bytes:
         if token not in self._bytes:
-            raise TokenizerError(f"id {token} is not in the vocabulary of {self.vocab_size}")
+            raise TokenizerError(f"id {shown(token)} is not in the vocabulary of {self.vocab_size}")
         return self._bytes[token]
 
 
@@ -203,7 +203,7 @@ class _Markers:
 
 
 class StreamDecoder:
-    """Text as ids arrive, in whole characters and without special tokens.
+    """Text as ids arrive, in complete characters and without special tokens.
 
     All pushes and the finish together equal `decode(ids, markers=False)`.
     """
@@ -219,7 +219,7 @@ class StreamDecoder:
         return self._utf8.decode(self._tokenizer.decode_bytes([token]))
 
     def finish(self) -> str:
-        """U+FFFD for a character that never became whole, else nothing; the decoder is as new."""
+        """U+FFFD for an incomplete character, else nothing; resets the decoder."""
         return self._utf8.decode(b"", final=True)
 
 
@@ -284,8 +284,10 @@ def _merged(word: list[bytes], joined: bytes) -> list[bytes]:
     return merged
 
 
-def _cuts(text: str) -> Iterator[str]:
-    """The text in chunks, cut within runs of whitespace, or of anything else, that are too long."""
+def _chunks(text: str) -> Iterator[str]:
+    """The text in chunks, also split within runs of white space, or of other text, that are too
+    long.
+    """
     for start in range(0, len(text), _CHUNK_CHARS):
         chunk = text[start : start + _CHUNK_CHARS]
         runs = _RUN.finditer(chunk) if len(chunk) > _RUN_CHARS else ()

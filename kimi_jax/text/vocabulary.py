@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from ..errors import FileError, TokenizerError, shown
 from ..files import parse_json, read_regular
+from ..numerics import is_whole
 
 RANKS_FILE = "tiktoken.model"
 CONFIG_FILE = "tokenizer_config.json"
@@ -22,6 +23,7 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 _FILE_BYTES = 64 << 20  # ten times the files of the largest release
 _LISTED = 40  # problems that an error lists
 _RANK_LINE = re.compile(rb"\s*(\S+)\s+(0|[1-9][0-9]{0,8})\s*")
+_MAX_ID = 999_999_999
 _ID = re.compile(r"0|[1-9][0-9]{0,8}")
 
 
@@ -198,8 +200,11 @@ def _special_problems(ranks: dict[bytes, int], special: dict[str, int]) -> list[
     problems: list[str] = []
     owners: dict[int, bytes | str] = {rank: piece for piece, rank in ranks.items()}
     for content, token in special.items():
-        if token < 0:
-            problems.append(f"special {shown(content)} has the negative id {token}")
+        if not is_whole(token, 0, _MAX_ID):
+            problems.append(
+                f"special {shown(content)} has the id {shown(token)}, not 0 to {_MAX_ID}"
+            )
+            continue
         if not content or SURROGATE.search(content):
             problems.append(
                 f"special id {token} has the content {shown(content)}, which is not text"

@@ -109,3 +109,27 @@ def test_a_folder_that_cannot_be(run, tmp_path):
     assert_refused(run("inspect", "a" * 5000), "no such folder")
     assert_refused(run("inspect", "\x1b[2J"), r"\x1b[2J: no such folder")
     assert_refused(run("inspect", tmp_path), "not a checkpoint, it has no config.json")
+
+
+FILES = (
+    "config.json",
+    "model.safetensors.index.json",
+    "model-00001-of-{shards:05}.safetensors",
+    "tiktoken.model",
+    "tokenizer_config.json",
+)
+NOT_FILES = {
+    "FIFO": (os.mkfifo, "not a regular file but a FIFO"),
+    "link to itself": (lambda path: path.symlink_to(path), "Too many levels of symbolic links"),
+    "link to a device": (lambda path: path.symlink_to("/dev/zero"), "but a character device"),
+}
+
+
+@pytest.mark.parametrize("kind", NOT_FILES)
+@pytest.mark.parametrize("name", FILES)
+def test_only_regular_files_are_read(run, folder, name, kind):
+    name = name.format(shards=len(list(folder.glob("*.safetensors"))))
+    make, expected = NOT_FILES[kind]
+    (folder / name).unlink()
+    make(folder / name)
+    assert_refused(run("inspect", folder), name, expected)

@@ -7,6 +7,7 @@ import pytest
 from conftest import ROOT
 
 import kimi_jax as kj
+from kimi_jax.runtime.progress import Progress
 
 SHIPPED = ROOT / "kimi_jax" / "shipped"
 
@@ -66,7 +67,7 @@ def test_a_prompt_longer_than_a_chunk_and_the_selection_is_taken_whole(model, mo
     bar advances with each.
     """
     advanced = []
-    monkeypatch.setattr(kj.progress.Progress, "advance", lambda self, n: advanced.append(n))
+    monkeypatch.setattr(Progress, "advance", lambda self, n: advanced.append(n))
     text = (ROOT / "scripts" / "data" / "alice.txt").read_text(encoding="utf-8")
     ids = model.tokenizer.encode(text)[:700]
     (reply,) = model.generate(ids, max_new_tokens=1, logprobs=True, stop_tokens=[])
