@@ -23,7 +23,7 @@ from ..parallel.placement import Placement
 from ..parallel.reductions import SUM
 from ..parallel.roles import Dim, Role
 from .kda import KDA
-from .layers import MLP, Expert, linear_wide, rms_norm, weight
+from .layers import MLP, Expert, Term, linear_wide, rms_norm, weight
 from .mla import MLA
 from .moe import MoE
 from .residual import Mix, push
@@ -206,12 +206,12 @@ class Kimi(nnx.Module):
     def __init__(self, config: Config, dtype: DTypeLike, stacks: Sequence[Span], *, packed: bool):
         D, Z = config.hidden, Dim(config.vocab, role=Role.VOCABULARY)
         self.config, self.dtype = config, jnp.dtype(dtype)
-        self.embed = weight(dtype, Z=Z, D=D)
+        self.embed = weight(dtype, term=Term.EMBEDDING, Z=Z, D=D)
         self.stacks = nnx.List([Stack(config, dtype, span, packed) for span in stacks])
         self.residual = Mix(config, dtype)
         self.norm = weight(dtype, D=D)
         if not config.tie_embeddings:
-            self.head = weight(dtype, Z=Z, D=D)
+            self.head = weight(dtype, term=Term.EMBEDDING, Z=Z, D=D)
 
     def __call__(
         self, tokens: Int[Array, "B T"], state: State, lengths: Int[Array, " B"], step: Step
@@ -275,6 +275,7 @@ class Declared:
     dims: tuple[str, ...]
     counts: tuple[int, ...]  # of things that are never split, dim by dim
     roles: tuple[Role | None, ...]  # what each dim is sharded by
+    term: Term  # what a plan counts it to
     names: tuple[str, ...]  # one per group, or the one name of a weight outside the layers
 
     def placed(self, place: Placement, sizes: Sizes) -> tuple[int, ...]:
@@ -293,7 +294,8 @@ def declare(model: Kimi) -> Iterator[Declared]:
             layers = (span.layer(int(str(path[3])), g) for g in range(span.groups))
             names = tuple(f"layers.{layer}.{tail}" for layer in layers)
         dtype = jnp.dtype(value.dtype)
-        yield Declared(path, value.shape, dtype, meta["dims"], meta["counts"], meta["roles"], names)
+        dims, counts, roles = meta["dims"], meta["counts"], meta["roles"]
+        yield Declared(path, value.shape, dtype, dims, counts, roles, meta["term"], names)
 
 
 def build(

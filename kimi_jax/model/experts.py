@@ -19,7 +19,7 @@ from ..parallel import collectives
 from ..parallel.collectives import of_bits, to_bits
 from ..parallel.roles import Dim, Role
 from . import mxfp4
-from .layers import HIGHEST, Expert, linear, situ, weight
+from .layers import HIGHEST, Expert, Term, linear, situ, weight
 from .state import Step
 
 
@@ -33,16 +33,20 @@ class Experts(nnx.Module):
         F, L = config.expert_ffn, config.latent
         self.config, self.packed = config, packed
         if packed:
-            self.w_gate = weight(jnp.uint8, Expert, E=E, F=F, L2=L // 2)
-            self.w_up = weight(jnp.uint8, Expert, E=E, F=F, L2=L // 2)
-            self.w_down = weight(jnp.uint8, Expert, E=E, L=L, F2=F // 2)
-            self.s_gate = weight(jnp.uint8, Expert, E=E, F=F, L32=L // mxfp4.GROUP)
-            self.s_up = weight(jnp.uint8, Expert, E=E, F=F, L32=L // mxfp4.GROUP)
-            self.s_down = weight(jnp.uint8, Expert, E=E, L=L, F32=F // mxfp4.GROUP)
+            self.w_gate = weight(jnp.uint8, Expert, term=Term.EXPERTS, E=E, F=F, L2=L // 2)
+            self.w_up = weight(jnp.uint8, Expert, term=Term.EXPERTS, E=E, F=F, L2=L // 2)
+            self.w_down = weight(jnp.uint8, Expert, term=Term.EXPERTS, E=E, L=L, F2=F // 2)
+            self.s_gate = weight(
+                jnp.uint8, Expert, term=Term.EXPERTS, E=E, F=F, L32=L // mxfp4.GROUP
+            )
+            self.s_up = weight(jnp.uint8, Expert, term=Term.EXPERTS, E=E, F=F, L32=L // mxfp4.GROUP)
+            self.s_down = weight(
+                jnp.uint8, Expert, term=Term.EXPERTS, E=E, L=L, F32=F // mxfp4.GROUP
+            )
         else:
-            self.w_gate = weight(dtype, Expert, E=E, F=F, L=L)
-            self.w_up = weight(dtype, Expert, E=E, F=F, L=L)
-            self.w_down = weight(dtype, Expert, E=E, L=L, F=F)
+            self.w_gate = weight(dtype, Expert, term=Term.EXPERTS, E=E, F=F, L=L)
+            self.w_up = weight(dtype, Expert, term=Term.EXPERTS, E=E, F=F, L=L)
+            self.w_down = weight(dtype, Expert, term=Term.EXPERTS, E=E, L=L, F=F)
 
     @property
     def count(self) -> int:

@@ -22,7 +22,7 @@ from ..parallel import collectives
 from ..parallel.collectives import Axis, of_bits, to_bits
 from ..parallel.mesh import MODEL
 from ..parallel.reductions import SUM, traffic
-from .layers import HIGHEST, layer_norm, linear, linear_wide, weight
+from .layers import HIGHEST, Term, layer_norm, linear, linear_wide, weight
 from .state import Step, read_block
 
 DIGIT_BITS = 8  # of the search by histograms
@@ -221,9 +221,9 @@ class Indexer(nnx.Module):
     def __init__(self, config: Config, dtype: DTypeLike):
         J, I, D, Q = config.index_heads, config.index_dim, config.hidden, config.q_rank  # noqa: E741
         self.config = config
-        self.w_q = weight(dtype, JI=J * I, Q=Q)
-        self.w_k = weight(dtype, I=I, D=D)
-        self.w_weights = weight(dtype, J=J, D=D)
+        self.w_q = weight(dtype, term=Term.INDEXER, JI=J * I, Q=Q)
+        self.w_k = weight(dtype, term=Term.INDEXER, I=I, D=D)
+        self.w_weights = weight(dtype, term=Term.INDEXER, J=J, D=D)
         self.k_norm = weight(dtype, I=I)
         self.k_bias = weight(dtype, I=I)
 

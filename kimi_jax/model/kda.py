@@ -28,7 +28,7 @@ from jaxtyping import Array, Float, Int
 from ..config.config import Config
 from ..numerics import at_least_float32, widen
 from ..parallel.roles import Dim, Role
-from .layers import HIGHEST, linear, linear_wide, weight, with_rank
+from .layers import HIGHEST, Term, linear, linear_wide, weight, with_rank
 from .state import KDAState, Step
 
 BLOCK = 16  # tokens of a block of `decayed_products`
@@ -327,24 +327,24 @@ class KDA(nnx.Module):
         HV = Dim(config.kda_heads, V, Role.HEADS)
         wide = at_least_float32(dtype)
         self.config = config
-        self.w_q = weight(dtype, HK=HK, D=D)
-        self.w_k = weight(dtype, HK=HK, D=D)
-        self.w_v = weight(dtype, HV=HV, D=D)
+        self.w_q = weight(dtype, term=Term.KDA, HK=HK, D=D)
+        self.w_k = weight(dtype, term=Term.KDA, HK=HK, D=D)
+        self.w_v = weight(dtype, term=Term.KDA, HV=HV, D=D)
         self.conv_q = weight(wide, HK=HK, W=W)
         self.conv_k = weight(wide, HK=HK, W=W)
         self.conv_v = weight(wide, HV=HV, W=W)
         self.w_decay_a = weight(dtype, K=K, D=D)
-        self.w_decay_b = weight(dtype, HK=HK, K=K)
+        self.w_decay_b = weight(dtype, term=Term.KDA, HK=HK, K=K)
         self.a_log = weight(wide, H=H)
         self.dt_bias = weight(wide, HK=HK)
-        self.w_beta = weight(dtype, H=H, D=D)
+        self.w_beta = weight(dtype, term=Term.KDA, H=H, D=D)
         self.o_norm = weight(wide, V=V)
         if config.full_rank_gate:
-            self.w_gate = weight(dtype, HV=HV, D=D)
+            self.w_gate = weight(dtype, term=Term.KDA, HV=HV, D=D)
         else:
             self.w_gate_a = weight(dtype, V=V, D=D)
-            self.w_gate_b = weight(dtype, HV=HV, V=V)
-        self.w_o = weight(dtype, D=D, HV=HV)
+            self.w_gate_b = weight(dtype, term=Term.KDA, HV=HV, V=V)
+        self.w_o = weight(dtype, term=Term.KDA, D=D, HV=HV)
 
     @jax.named_scope("kda")
     def __call__(

@@ -2,6 +2,8 @@
 MLP.
 """
 
+import enum
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -19,7 +21,29 @@ class Expert(nnx.Param):
     """A weight of the routed experts: read in place by (layer, expert), never copied whole."""
 
 
-def weight(dtype: DTypeLike, kind: type[nnx.Param] = nnx.Param, **dims: int | Dim) -> nnx.Param:
+class Term(enum.Enum):
+    """The part of the model that a weight is counted to in a plan."""
+
+    EXPERTS = "routed experts"
+    KDA = "KDA"
+    MLA = "MLA"
+    SHARED = "shared experts"
+    EMBEDDING = "embedding and head"
+    DENSE = "dense layers"
+    LATENT = "latent projections"
+    ROUTER = "router"
+    MLA_DOWN = "MLA latents down"
+    INDEXER = "indexer"
+    OTHER = "norms, float32 parts and KDA's f_a"
+
+
+def weight(
+    dtype: DTypeLike,
+    kind: type[nnx.Param] = nnx.Param,
+    *,
+    term: Term = Term.OTHER,
+    **dims: int | Dim,
+) -> nnx.Param:
     """Declare a weight by its dims, letter = size: HK=Dim(H, K, Role.HEADS) has H K places and is
     sharded by head, D=D is replicated. Nothing is allocated.
     """
@@ -29,6 +53,7 @@ def weight(dtype: DTypeLike, kind: type[nnx.Param] = nnx.Param, **dims: int | Di
         dims=tuple(dims),
         counts=tuple(dim.count for dim in sizes),
         roles=tuple(dim.role for dim in sizes),
+        term=term,
         eager_sharding=False,
     )
 
@@ -96,9 +121,10 @@ class MLP(nnx.Module):
         D, F = config.hidden, Dim(width, role=role)
         self.config = config
         self.scope = "shared" if role is Role.SHARED_WIDTH else "dense"
-        self.w_gate = weight(dtype, F=F, D=D)
-        self.w_up = weight(dtype, F=F, D=D)
-        self.w_down = weight(dtype, D=D, F=F)
+        term = Term.SHARED if role is Role.SHARED_WIDTH else Term.DENSE
+        self.w_gate = weight(dtype, term=term, F=F, D=D)
+        self.w_up = weight(dtype, term=term, F=F, D=D)
+        self.w_down = weight(dtype, term=term, D=D, F=F)
 
     def __call__(self, x: Float[Array, "P D"]) -> Float[Array, "P D"]:
         """x [P, D] -> this rank's partial sum [P, D]."""

@@ -35,7 +35,7 @@ from .indexer import (
     score,
     score_cache,
 )
-from .layers import HIGHEST, linear, rms_norm, weight
+from .layers import HIGHEST, Term, linear, rms_norm, weight
 from .state import MLAState, Step, from_cache, read_block, write_rows
 
 KEY_BLOCK = 512
@@ -166,16 +166,18 @@ class MLA(nnx.Module):
         H, N, V = config.heads, config.nope_dim, config.value_dim
         HV = Dim(H, V, Role.HEADS)
         self.config = config
-        self.w_q_a = weight(dtype, Q=Q, D=D)
+        self.w_q_a = weight(dtype, term=Term.MLA_DOWN, Q=Q, D=D)
         self.q_norm = weight(dtype, Q=Q)
-        self.w_q_b = weight(dtype, HK=Dim(H, N + config.rope_dim, Role.QUERY_HEADS), Q=Q)
-        self.w_kv_a = weight(dtype, R=config.latent_row, D=D)
+        self.w_q_b = weight(
+            dtype, term=Term.MLA, HK=Dim(H, N + config.rope_dim, Role.QUERY_HEADS), Q=Q
+        )
+        self.w_kv_a = weight(dtype, term=Term.MLA_DOWN, R=config.latent_row, D=D)
         self.kv_norm = weight(dtype, C=C)
-        self.w_k_b = weight(dtype, H=Dim(H, role=Role.QUERY_HEADS), N=N, C=C)
-        self.w_v_b = weight(dtype, H=Dim(H, role=Role.VALUE_HEADS), V=V, C=C)
+        self.w_k_b = weight(dtype, term=Term.MLA, H=Dim(H, role=Role.QUERY_HEADS), N=N, C=C)
+        self.w_v_b = weight(dtype, term=Term.MLA, H=Dim(H, role=Role.VALUE_HEADS), V=V, C=C)
         if config.mla_output_gate:
-            self.w_gate = weight(dtype, HV=HV, D=D)
-        self.w_o = weight(dtype, D=D, HV=HV)
+            self.w_gate = weight(dtype, term=Term.MLA, HV=HV, D=D)
+        self.w_o = weight(dtype, term=Term.MLA, D=D, HV=HV)
         if config.sparse:
             self.indexer = Indexer(config, dtype)
 

@@ -24,7 +24,7 @@ from ..parallel.collectives import of_bits, to_bits
 from ..parallel.reductions import SUM
 from ..parallel.roles import Dim, Role
 from .experts import Experts, dispatched, run_local_experts
-from .layers import MLP, linear, linear_wide, rms_norm, weight
+from .layers import MLP, Term, linear, linear_wide, rms_norm, weight
 from .state import Step
 
 Combine = Callable[[Array, Array, Array, Step], Array]  # latents, ids, weights -> latent sums
@@ -71,10 +71,10 @@ class MoE(nnx.Module):
     def __init__(self, config: Config, dtype: DTypeLike, packed: bool):
         D, E, L = config.hidden, config.experts, config.latent
         self.config = config
-        self.w_router = weight(dtype, E=Dim(E, role=Role.LATENT), D=D)
+        self.w_router = weight(dtype, term=Term.ROUTER, E=Dim(E, role=Role.LATENT), D=D)
         self.router_bias = weight(at_least_float32(dtype), E=E)
-        self.w_latent_down = weight(dtype, L=Dim(L, role=Role.LATENT), D=D)
-        self.w_latent_up = weight(dtype, D=D, L=Dim(L, role=Role.LATENT))
+        self.w_latent_down = weight(dtype, term=Term.LATENT, L=Dim(L, role=Role.LATENT), D=D)
+        self.w_latent_up = weight(dtype, term=Term.LATENT, D=D, L=Dim(L, role=Role.LATENT))
         if config.latent_norm:
             self.latent_norm = weight(dtype, L=L)
         self.experts = Experts(config, dtype, packed)

@@ -7,7 +7,6 @@ import functools
 import itertools
 import math
 import os
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -21,6 +20,7 @@ from jax.typing import DTypeLike
 from ..config.config import Config
 from ..errors import PlacementError, shown
 from ..model.decoder import Declared, Kimi, declare, kind_spans, new_state
+from ..model.layers import Term
 from ..model.mxfp4 import GROUP
 from ..model.state import STATE_DIMS, STATE_ROLES
 from ..numerics import is_number, is_whole
@@ -39,20 +39,6 @@ _COUNTS = ("data", "model", "batch", "context")
 _MOST_BYTES = 2**63  # of a device
 _UNITS = ("B", "kB", "MB", "GB")
 
-APART = "norms, float32 parts and KDA's f_a"
-_WEIGHT_TERMS = {  # the first pattern found in a weight's name says what it counts to
-    "routed experts": r"\.experts\.",
-    "KDA": r"\.KDA\.w_(?!(decay|gate)_a$)",
-    "MLA": r"\.MLA\.w_(?!(q|kv)_a$)",
-    "shared experts": r"\.shared\.",
-    "embedding and head": r"^(embed|head)$",
-    "dense layers": r"\.mlp\.w_(gate|up|down)$",
-    "latent projections": r"\.w_latent_",
-    "router": r"\.w_router$",
-    "MLA latents down": r"\.MLA\.w_",
-    "indexer": r"\.indexer\.w_",
-    APART: r"",
-}
 _STATE_TERMS = {
     "memory": "KDA memory",
     **dict.fromkeys(("window_q", "window_k", "window_v"), "KDA windows"),
@@ -60,7 +46,7 @@ _STATE_TERMS = {
     "index_keys": "index keys",
     **dict.fromkeys(("length", "hidden"), "lengths and outputs"),
 }
-WEIGHT_TERMS = tuple(_WEIGHT_TERMS)
+WEIGHT_TERMS = tuple(term.value for term in Term)
 STATE_TERMS = tuple(dict.fromkeys(_STATE_TERMS.values()))
 INPUTS = "tokens and lengths of a step"
 _INPUT_BYTES = 2 * 4  # of a request: one token and one length, int32
@@ -300,23 +286,12 @@ def _argument_problems(
 
 
 @functools.lru_cache(maxsize=32)
-def _declared(config: Config, dtype: str, packed: bool) -> Counter[tuple[str, Declared]]:
-    """The number of weights of each term and form, layers of a kind taken together: in any order a
-    model holds the same bytes. Shared: not to be changed.
+def _declared(config: Config, dtype: str, packed: bool) -> Counter[Declared]:
+    """The number of weights of each form, layers of a kind taken together: in any order a model
+    holds the same bytes. Shared: not to be changed.
     """
     weights = declare(Kimi(config, dtype, kind_spans(config), packed=packed))
-    return Counter(
-        (_term(config, w.names[0]), dataclasses.replace(w, path=(), names=())) for w in weights
-    )
-
-
-def _term(config: Config, name: str) -> str:
-    """The term of a weight such as `layers.3.attention.w_q`."""
-    layer = re.match(r"layers\.(\d+)\.", name)
-    if layer:
-        kind = "MLA" if config.is_mla(int(layer[1])) else "KDA"
-        name = name.replace(".attention.", f".{kind}.")
-    return next(term for term, pattern in _WEIGHT_TERMS.items() if re.search(pattern, name))
+    return Counter(dataclasses.replace(w, path=(), names=()) for w in weights)
 
 
 @functools.lru_cache(maxsize=512)
@@ -326,9 +301,10 @@ def _weight_bytes(
     """Bytes of weights on one device, by term. Shared: not to be changed."""
     sizes = {DATA: data, MODEL: model}
     terms = dict.fromkeys(WEIGHT_TERMS, 0)
-    for (term, w), times in _declared(config, dtype, packed).items():
+    for w, count in _declared(config, dtype, packed).items():
         shards = math.prod(shard_counts(place.spec(w.roles), sizes))
-        terms[term] += times * math.prod(w.placed(place, sizes)) // shards * w.dtype.itemsize
+        nbytes = math.prod(w.placed(place, sizes)) // shards * w.dtype.itemsize
+        terms[w.term.value] += count * nbytes
     return terms
 
 

@@ -15,12 +15,14 @@ from models import AWKWARD, FAMILY, MESHED, write
 
 import kimi_jax as kj
 from kimi_jax.errors import PlacementError
+from kimi_jax.model.layers import Term
 from kimi_jax.model.state import DEFINITIONS
 from kimi_jax.runtime.fitting import verdict
-from kimi_jax.runtime.memory import APART, INPUTS, STATE_TERMS, WEIGHT_TERMS, Plan, plan
+from kimi_jax.runtime.memory import INPUTS, STATE_TERMS, WEIGHT_TERMS, Plan, plan
 from kimi_jax.runtime.program import make_program
 
 K3_1 = kj.Config.k3_1()
+APART = Term.OTHER.value
 HELIX = kj.Placement(keys="helix")
 EVERY_PAD = ("heads", "experts", "vocab", "dense", "shared")
 GB, MIB = 10**9, 2**20
