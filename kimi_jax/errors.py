@@ -115,7 +115,8 @@ class _Quoted(reprlib.Repr):
 
     def __init__(self) -> None:
         super().__init__()
-        self.maxlevel, self.maxother = 4, 10_000
+        self.maxlevel = 4
+        self.maxother = 10_000
         self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = self.maxdict = 30
 
     def repr_str(self, x: str, level: int) -> str:

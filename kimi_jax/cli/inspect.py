@@ -148,12 +148,14 @@ def _groups(checkpoint: Any, config: Any) -> Iterator[tuple[str, ...]]:
                 group = (part, "… others", "", "")
         counts[group] += 1
         nbytes[group] += tensor.nbytes
-    parts, last = [part for part, _ in _PARTS], ""
+    parts = [part for part, _ in _PARTS]
+    last = ""
     for group in sorted(counts, key=lambda group: (parts.index(group[0]), group[1:])):
         part, role, shape, dtype = group
-        count, size = f"{counts[group]:,}", bytes_text(nbytes[group])
-        yield "" if part == last else part, role.removeprefix("model."), count, shape, dtype, size
+        title = "" if part == last else part
         last = part
+        size = bytes_text(nbytes[group])
+        yield title, role.removeprefix("model."), f"{counts[group]:,}", shape, dtype, size
     yield "all", "", f"{counts.total():,}", "", "", bytes_text(nbytes.total())
 
 

@@ -41,21 +41,26 @@ def run(options: argparse.Namespace) -> int:
     from ..runtime.fitting import verdict
     from ..runtime.memory import plan
 
-    config, place = named_config(options.config), make_placement(options)
+    config = named_config(options.config)
+    place = make_placement(options)
     mesh = {"data": options.data, "model": options.model}
     if options.context is not None and options.context > config.max_positions:
         raise CommandError(
             f"--context {options.context} is over the model's {config.max_positions} tokens"
         )
-    made = plan(
+    planned = plan(
         config, mesh, place, batch=options.batch, context=options.context, dtype=options.dtype
     )
     if options.json:
-        totals = {"weights": made.weight_bytes, "state": made.state_bytes, "all": made.total_bytes}
-        fits = {f"{size:g}": made.fits(size * 1e9) for size in options.hbm}
-        print_json({"terms": made.terms, "bytes": totals, "fits": fits})
+        totals = {
+            "weights": planned.weight_bytes,
+            "state": planned.state_bytes,
+            "all": planned.total_bytes,
+        }
+        fits = {f"{size:g}": planned.fits(size * 1e9) for size in options.hbm}
+        print_json({"terms": planned.terms, "bytes": totals, "fits": fits})
         return 0
-    print(made)
+    print(planned)
     for size in options.hbm:
-        print(f"\n{size:g} GB a device: {verdict(made, size * 1e9)}")
+        print(f"\n{size:g} GB a device: {verdict(planned, size * 1e9)}")
     return 0
