@@ -264,14 +264,14 @@ def _argument_problems(
         for name, count in counts.items()
         if not is_whole(count, 1)
     ]
-    whole = {name: int(count) if is_whole(count, 1) else 1 for name, count in counts.items()}
-    if whole["batch"] > MOST:
-        problems.append(f"batch {shown(whole['batch'])} is over {MOST}")
-    if whole["context"] > config.max_positions:
+    valid = {name: int(count) if is_whole(count, 1) else 1 for name, count in counts.items()}
+    if valid["batch"] > MOST:
+        problems.append(f"batch {shown(valid['batch'])} is over {MOST}")
+    if valid["context"] > config.max_positions:
         limit = f"the model's {config.max_positions} tokens"
-        problems.append(f"context {shown(whole['context'])} is over {limit}")
-    if whole[DATA] * whole[MODEL] > MOST:
-        problems.append(f"a mesh of {sizes_text(whole)} has more than {MOST} devices")
+        problems.append(f"context {shown(valid['context'])} is over {limit}")
+    if valid[DATA] * valid[MODEL] > MOST:
+        problems.append(f"a mesh of {sizes_text(valid)} has more than {MOST} devices")
     if dtype not in DTYPES:
         problems.append(f"dtype must be one of {', '.join(DTYPES)}; got {dtype}")
     if not isinstance(packed, bool):

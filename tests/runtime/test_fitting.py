@@ -135,9 +135,9 @@ HELIX = kj.Placement(keys="helix")
 
 
 def test_a_verdict_proposes_helix_keys_and_their_longest_context():
-    """At 8 ranks, 12 requests of a million tokens do not fit 288 GB with whole keys."""
-    said = verdict(plan(K3_1, ranks(8), batch=12, context=10**6), 288 * GB)
-    assert 'on this mesh with keys="helix": ' in said
+    """At 8 ranks, 12 requests of a million tokens do not fit 288 GB with replicated keys."""
+    text = verdict(plan(K3_1, ranks(8), batch=12, context=10**6), 288 * GB)
+    assert 'on this mesh with keys="helix": ' in text
     fits = plan(K3_1, ranks(8), HELIX, batch=48, context=1000)
     found = re.search(r"at batch 48: ([\d,]+) tokens", verdict(fits, 288 * GB))
     longest = int(found[1].replace(",", ""))

@@ -40,7 +40,7 @@ def ten_terms(planned: Plan) -> int:
 # Table 7 of the spec, line by line; two bytes a parameter, expert bytes as they are packed.
 
 EXPERT = 3 * 3584 * 3072 // 2 + 3 * 3584 * 3072 // 32
-CUT = {
+SHARDED = {
     "routed experts": 896 * 92 * EXPERT,
     "KDA": 2 * 69 * (5 * 7168 * 12288 + 128 * 12288 + 7168 * 96),
     "MLA": 2 * 24 * (1536 * 96 * 192 + 512 * 96 * 256 + 2 * 7168 * 12288),
@@ -48,13 +48,14 @@ CUT = {
     "embedding and head": 2 * 2 * 163840 * 7168,
     "dense layers": 2 * 3 * 7168 * 33792,
 }
-WHOLE = {
+REPLICATED = {
     "latent projections": 2 * 92 * 2 * 7168 * 3584,
     "router": 2 * 92 * 7168 * 896,
     "MLA latents down": 2 * 24 * 7168 * (1536 + 576),
     "indexer": 2 * 24 * (1536 * 4096 + 7168 * 128 + 7168 * 32),
 }
-# What the table leaves out or counts at two bytes: KDA's float32 parts, cut and whole; f_a; norms.
+# What the table leaves out or counts at two bytes: KDA's float32 parts, sharded and replicated;
+# f_a; norms.
 KDA_FLOAT32 = 4 * 69 * (3 * 4 * 12288 + 12288 + 96)
 BESIDE = (
     4 * 69 * 128
@@ -78,7 +79,7 @@ def test_the_table_of_the_spec(n, table, weights):
 
 @pytest.mark.parametrize("n", [1, 4, 8, 16, 32])
 def test_every_term_is_its_arithmetic(n):
-    expected = {term: count // n for term, count in CUT.items()} | WHOLE
+    expected = {term: count // n for term, count in SHARDED.items()} | REPLICATED
     expected[APART] = KDA_FLOAT32 // n + BESIDE
     terms = plan(K3_1, ranks(n)).terms
     assert {term: terms[term] for term in WEIGHT_TERMS} == expected
@@ -104,7 +105,7 @@ def test_what_a_request_keeps(n):
     assert first["lengths and outputs"] == 4 + 7168 * 2
 
 
-def test_the_batch_is_completed_on_every_data_rank():
+def test_the_batch_is_padded_on_every_data_rank():
     one = plan(K3_1, ranks(8)).state_bytes
     assert plan(K3_1, ranks(8), batch=5).state_bytes == 5 * one
     spread = plan(K3_1, ranks(8, data=2), batch=5)
@@ -112,36 +113,36 @@ def test_the_batch_is_completed_on_every_data_rank():
 
 
 def test_a_sharded_latent_space():
-    whole = plan(K3_1, ranks(8)).terms
-    cut = plan(K3_1, ranks(8), kj.Placement(latent="sharded"))
-    assert ten_terms(cut) < 197 * GB
+    replicated = plan(K3_1, ranks(8)).terms
+    sharded = plan(K3_1, ranks(8), kj.Placement(latent="sharded"))
+    assert ten_terms(sharded) < 197 * GB
     for term in ("latent projections", "router"):
-        assert cut.terms[term] * 8 == whole[term]
+        assert sharded.terms[term] * 8 == replicated[term]
 
 
 def test_experts_over_both_axes():
     spread = plan(K3_1, ranks(8, data=4), kj.Placement(expert_axes=("data", "model"))).terms
-    assert spread["routed experts"] == CUT["routed experts"] // 32
+    assert spread["routed experts"] == SHARDED["routed experts"] // 32
     assert {t: spread[t] for t in WEIGHT_TERMS[1:]} == {
         t: plan(K3_1, ranks(8)).terms[t] for t in WEIGHT_TERMS[1:]
     }
 
 
 @pytest.mark.parametrize("n", [5, 7, 11])
-def test_completed_to_odd_rank_counts(n):
-    """Each cut dim grows to a multiple of the ranks, then the arithmetic is the same."""
+def test_zero_padded_to_odd_rank_counts(n):
+    """Each sharded dim grows to a multiple of the ranks, then the arithmetic is the same."""
     up = lambda size: -(-size // n)  # noqa: E731
     heads = up(96)
     terms = plan(K3_1, ranks(n), kj.Placement(pad=EVERY_PAD)).terms
     assert terms["routed experts"] == up(896) * 92 * EXPERT
-    assert terms["KDA"] == heads * CUT["KDA"] // 96
-    assert terms["MLA"] == heads * CUT["MLA"] // 96
+    assert terms["KDA"] == heads * SHARDED["KDA"] // 96
+    assert terms["MLA"] == heads * SHARDED["MLA"] // 96
     assert terms["shared experts"] == 2 * 92 * 3 * 7168 * up(6144)
     assert terms["embedding and head"] == 2 * 2 * up(163840) * 7168
     assert terms["dense layers"] == 2 * 3 * 7168 * up(33792)
     assert terms["KDA memory"] == heads * 69 * 128 * 128 * 4
     assert terms["KDA windows"] == 69 * 3 * 3 * heads * 128 * 2
-    for term, count in WHOLE.items():
+    for term, count in REPLICATED.items():
         assert terms[term] == count
 
 
@@ -249,49 +250,53 @@ def test_names_every_number_that_cannot_be():
 
 
 @pytest.mark.parametrize("n, weights", [(8, 206_866_960_112), (16, 110_191_471_488), (32, 0)])
-def test_helix_cuts_the_cache_of_a_million_tokens(n, weights):
+def test_helix_shards_the_cache_of_a_million_tokens(n, weights):
     """27,648 bytes of latent rows a token, all layers together, and 6,144 of index keys; what q_b
     and the absorbed k_b weigh more, 1.661 (1 - 1 / n) GB, on every rank.
     """
-    whole, cut = (plan(K3_1, ranks(n), p, batch=64, context=10**6) for p in (kj.Placement(), HELIX))
-    tokens = 64 * cut.slots
-    assert cut.slots == (10**6 // (64 * n)) * 64 + min(64, 10**6 % (64 * n))
-    assert cut.terms["latent cache"] == 27_648 * tokens
-    assert cut.terms["index keys"] == 6_144 * tokens
-    assert whole.terms["latent cache"] == 27_648 * 64 * 10**6
-    more = cut.weight_bytes - whole.weight_bytes
+    replicated, sharded = (
+        plan(K3_1, ranks(n), p, batch=64, context=10**6) for p in (kj.Placement(), HELIX)
+    )
+    tokens = 64 * sharded.slots
+    assert sharded.slots == (10**6 // (64 * n)) * 64 + min(64, 10**6 % (64 * n))
+    assert sharded.terms["latent cache"] == 27_648 * tokens
+    assert sharded.terms["index keys"] == 6_144 * tokens
+    assert replicated.terms["latent cache"] == 27_648 * 64 * 10**6
+    more = sharded.weight_bytes - replicated.weight_bytes
     assert more == pytest.approx(1.661e9 * (1 - 1 / n), rel=1e-3)
-    assert f"{cut.slots:,} of 1,000,000 keys a device, in blocks of 64; 33,792 B a key" in str(cut)
+    assert f"{sharded.slots:,} of 1,000,000 keys a device, in blocks of 64; 33,792 B a key" in str(
+        sharded
+    )
     if n == 8:
-        assert cut.weight_bytes == weights
+        assert sharded.weight_bytes == weights
 
 
-def test_what_sliced_rows_keep_whole_and_cut():
-    """The shared experts, 24.31 (1 - 1 / n) GB more on every rank, unless they are cut too."""
-    full, whole, cut = (
+def test_what_sliced_rows_replicate_and_shard():
+    """The shared experts, 24.31 (1 - 1 / n) GB more on every rank, unless they are sharded too."""
+    full, replicated, sharded = (
         plan(K3_1, ranks(8), kj.Placement(**options))
         for options in (dict(), dict(rows="sliced"), dict(rows="auto", shared="sliced"))
     )
-    assert cut.weight_bytes == full.weight_bytes
-    more = whole.weight_bytes - full.weight_bytes
+    assert sharded.weight_bytes == full.weight_bytes
+    more = replicated.weight_bytes - full.weight_bytes
     assert more == pytest.approx(24.31e9 * 7 / 8, rel=1e-3)
-    assert more == whole.terms["shared experts"] - full.terms["shared experts"]
+    assert more == replicated.terms["shared experts"] - full.terms["shared experts"]
 
 
 def test_a_plan_says_which_steps_slice_rows():
     auto = kj.Placement(rows="auto", sliced_from=64, shared="sliced")
-    said = str(plan(K3_1, ranks(8), auto, batch=12))
+    text = str(plan(K3_1, ranks(8), auto, batch=12))
     assert (
         "rows are full in decode steps of 12 rows, full in prefill steps of 16 rows, sliced in "
         "prefill steps of 4,096 rows"
-    ) in said
+    ) in text
     assert "sliced in decode steps of 64 rows" in str(plan(K3_1, ranks(8), auto, batch=64))
     assert "rows are" not in str(plan(K3_1, ranks(8)))
 
 
 @pytest.mark.parametrize("block, slots", [(4, 64), (64, 500), (1, 33)])
 def test_the_shards_of_a_helix_state_are_the_plan(tmp_path, block, slots):
-    """What each device holds of latent rows and index keys, and of KDA's memories: one n-th."""
+    """What each device holds of the caches, and of KDA's recurrent states: one n-th."""
     place, mesh = kj.Placement(keys="helix", helix_block=block), kj.make_mesh(model=8)
     model = kj.load(write(MESHED, tmp_path / "meshed"), mesh, place, "float32")
     state = model.new_state(2, slots)
