@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import os
 import re
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,8 @@ def join_processes(options: argparse.Namespace) -> None:
         )
     import jax
 
+    from ..parallel.watch import watch_processes
+
     jax.distributed.initialize(
         coordinator,
         count,
@@ -66,7 +69,16 @@ def join_processes(options: argparse.Namespace) -> None:
         heartbeat_timeout_seconds=_PATIENCE,
         shutdown_timeout_seconds=_PATIENCE,
     )
+    watch_processes()
     redirect_output(silent=number > 0)
+
+
+def end_processes(code: int, reason: str) -> None:
+    """End all processes that run together with this one; returns where it runs alone."""
+    if "jax" in sys.modules:
+        from ..parallel.watch import end_all_processes
+
+        end_all_processes(code, reason)
 
 
 def load_model(path: Path, options: argparse.Namespace) -> Any:

@@ -25,6 +25,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     0: done. 1: failed for a reason that nobody foresaw. 2: the options, a prompt or the files
     cannot be used, and the message says why. 130: stopped by Ctrl-C.
     """
+    code, reason = _run(argv)
+    if reason:
+        devices.end_processes(code, reason)
+    return code
+
+
+def _run(argv: Sequence[str] | None) -> tuple[int, str]:
+    """The exit code of one command, and why it ended early if it did."""
     try:
         prepare_streams()
         options = make_parser().parse_args(argv)
@@ -33,26 +41,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         devices.check_devices(options.devices)
         code = options.run(options)
         sys.stdout.flush()  # a closed pipe shows here and not when Python ends
-        return code
+        return code, f"failed with exit code {code}" if code else ""
     except KeyboardInterrupt:
         print(file=sys.stderr)
-        return 130
+        return 130, "was interrupted"
     except BrokenPipeError:  # whoever reads the output has enough of it
         silence_output()
-        return 0
+        return 0, "ended because its output is no longer read"
     except FloatingPointError as error:
         print_error(error)
-        return 1
+        return 1, f"failed: {error}"
     except (InputError, NotImplementedError) as error:
         print_error(error)
-        return 2
+        return 2, f"failed: {error}"
     except OSError as error:
         if error.filename is not None:  # of a file that was named
             print_error(error)
-            return 2
+            return 2, f"failed: {error}"
         print_error(f"output cannot be written: {error.strerror}")  # a full disk
         silence_output()
-        return 1
+        return 1, f"failed: {error}"
 
 
 class Parser(argparse.ArgumentParser):

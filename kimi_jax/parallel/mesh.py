@@ -9,6 +9,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from ..errors import PlacementError, shown
 from ..numerics import is_whole
+from .watch import watch_processes
 
 DATA = "data"
 MODEL = "model"
@@ -26,6 +27,7 @@ def make_mesh(data: int | Any = 1, model: int | Any = 1) -> Mesh:
     Raises `PlacementError` for sizes that are not positive, and for more devices than there are.
     """
     sizes = mesh_sizes({DATA: data, MODEL: model})
+    watch_processes()
     devices = jax.devices()
     count = math.prod(sizes.values())
     if count > len(devices):
@@ -54,6 +56,7 @@ def as_mesh(mesh: Any = None) -> Mesh:
     if not isinstance(mesh, Mesh):
         raise PlacementError(f"mesh must come from make_mesh, got {shown(mesh)}; {_MAKE_ONE}")
     mesh_sizes(mesh)
+    watch_processes()
     devices = mesh.devices if mesh.axis_names == (DATA, MODEL) else mesh.devices.T
     platforms = sorted({device.platform for device in devices.flat})
     problems = []

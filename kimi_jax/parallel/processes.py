@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array
 
 from ..errors import PlacementError
+from .watch import waiting
 
 Result = TypeVar("Result")
 
@@ -18,8 +19,14 @@ Result = TypeVar("Result")
 def to_host(x: Array) -> np.ndarray:
     """All of an array, wherever its parts are; every process must ask for it."""
     if x.is_fully_addressable or x.is_fully_replicated:
-        return np.asarray(x)
-    return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+        with waiting():
+            return np.asarray(x)
+    return np.asarray(_gather(x, tiled=True))
+
+
+def _gather(x: Any, tiled: bool = False) -> Any:
+    with waiting():
+        return multihost_utils.process_allgather(x, tiled=tiled)
 
 
 def to_mesh(x: np.ndarray, sharding: NamedSharding) -> Array | np.ndarray:
@@ -43,7 +50,7 @@ def to_device(x: np.ndarray, sharding: NamedSharding) -> Array:
 def settle(what: str, error: BaseException | None) -> None:
     """Raise on every process if any of them failed, so that all end alike."""
     if jax.process_count() > 1:
-        failed = multihost_utils.process_allgather(np.array(error is not None))
+        failed = _gather(np.array(error is not None))
         if error is None and failed.any():
             others = ", ".join(map(str, np.flatnonzero(failed)))
             raise PlacementError(f"{what} failed on process {others}, and so on none succeeded")
@@ -77,6 +84,6 @@ def agree(what: str, *values: object) -> None:
         for v in values
     ]
     digest = np.frombuffer(hashlib.sha256(b"|".join(parts)).digest(), np.int32)
-    every = multihost_utils.process_allgather(digest)
+    every = _gather(digest)
     if (every != every[0]).any():
         raise PlacementError(f"the processes disagree on {what}")
