@@ -176,7 +176,7 @@ def make_folder(option: str, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", "not a name that a folder can have")
-        reason = "a file and not a folder" if folder.is_file() else reason
+        reason = "a file and not a folder" if os.path.isfile(folder) else reason
         raise CommandError(f"{option} {folder}: {reason}") from error
     if not os.access(folder, os.W_OK):
         raise CommandError(f"{option} {folder}: no permission to write there")

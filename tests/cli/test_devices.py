@@ -32,8 +32,9 @@ def test_files_that_are_not_regular(run, folder, name, make):
     """A FIFO would wait for ever, a folder is not a file."""
     (folder / name).unlink()
     make(folder / name)
-    for command in (("generate", "a", "--model"), ("chat",)):
-        assert_refused(run(*command, folder), name)
+    assert_refused(run("generate", "a", "--model", folder), name)
+    if name != "config.json":  # what a conversation needs is looked at first
+        assert_refused(run("chat", folder), name)
     make(folder / "kind")
     assert_refused(run("plan", folder / "kind"), "kind")
 
