@@ -2,12 +2,14 @@
 
 import re
 
+import numpy as np
 from chats import Script
 from conftest import ROOT
 
 import kimi_jax as kj
 
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+DOCS = ("docs/architecture.md", "docs/parallelism.md")
 
 
 def test_the_python_of_the_first_screen_runs(monkeypatch, capsys):
@@ -46,6 +48,31 @@ def test_the_python_of_chat_runs(monkeypatch, capsys):
     assert [m["role"] for m in names["messages"]] == ["user", "assistant", "tool"]
     assert "rain in Oslo" in model.tokenizer.decode(script.prompts[1])
     assert names["stream"].reply.tokens == call[:3] and capsys.readouterr().out == "\n"
+
+
+def test_the_python_of_many_devices_runs(monkeypatch, tmp_path):
+    """A state moves to a mesh of eight devices, to a file, and back to one device."""
+    monkeypatch.chdir(ROOT)
+    names = {"kj": kj, "model": kj.load("kimi_jax/shipped")}
+    mesh, moves = (
+        re.search(rf"```python\n({begin}.*?)```", TEXT, re.S)[1]
+        for begin in ("mesh = ", "_, state = ")
+    )
+    exec(compile(mesh, "README.md", "exec"), names)
+    assert names["decoder"].mesh.size == 8 and names["decoder"].placement.keys == "helix"
+    monkeypatch.chdir(tmp_path)
+    exec(compile(moves, "README.md", "exec"), names)
+    model, state = names["model"], names["state"]
+    assert (tmp_path / "conversation").is_dir() and state.length.tolist() == [3]
+    _, stayed = model.prefill(model.new_state(1, 64), [[65, 66, 67]])
+    np.testing.assert_array_equal(model.decode(state, [68])[0], model.decode(stayed, [68])[0])
+
+
+def test_links_to_files_of_the_repository_are_alive():
+    for name in ("README.md", "CHANGELOG.md", *DOCS):
+        path = ROOT / name
+        for link in re.findall(r"\]\(([^)#:]+)[^):]*\)", path.read_text(encoding="utf-8")):
+            assert (path.parent / link).exists(), f"{name}: {link}"
 
 
 def test_the_first_screen_is_25_lines():

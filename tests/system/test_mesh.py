@@ -1,5 +1,5 @@
-"""The decoder over a mesh: equal to one device, with exactly the collectives that the README lists;
-weights read once, slice by slice; several processes.
+"""The decoder over a mesh: equal to one device, with exactly the collectives that
+docs/parallelism.md lists; weights read once, slice by slice; several processes.
 """
 
 import dataclasses
@@ -194,8 +194,10 @@ PRIMITIVES = {
 
 
 def documented():
-    """(part, placement) -> counts by kind, as the README's table has them."""
-    section = (ROOT / "README.md").read_text(encoding="utf-8").split("## Collectives")[1]
+    """(part, placement) -> counts by kind, as the table in docs/parallelism.md has them."""
+    section = (
+        (ROOT / "docs" / "parallelism.md").read_text(encoding="utf-8").split("## Collectives")[1]
+    )
     rows = re.findall(r"^\| (.+?) \| (.+?) \| (.+) \|$", section.split("\n## ")[0], re.M)
     counted = [row for row in rows if row[0] != "part" and set(row[0]) != {"-"}]
     return {
