@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import EMBED, INDEX, NORM, assert_same, problems, read_all
+from checkpoints import EMBED, FIXTURES, INDEX, NORM, assert_same, problems, read_all
 from faults import (
     content,
     entry,
@@ -27,6 +27,8 @@ from safetensors.numpy import save_file
 
 from kimi_jax.checkpoint import Checkpoint, save_hf, to_hf
 from kimi_jax.errors import CheckpointError
+
+config, tensors, saved, folder, write = FIXTURES
 
 CORRUPT = "corrupt header"
 SHARD_FAULTS = {

@@ -7,12 +7,14 @@ import tracemalloc
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import BF16, INDEX, KDA, MLA, MOE, problems
+from checkpoints import BF16, FIXTURES, INDEX, KDA, MLA, MOE, problems
 from faults import header
 from safetensors.numpy import save_file
 
 from kimi_jax.checkpoint import Checkpoint, hf_shapes, random_tensors
 from kimi_jax.errors import CheckpointError
+
+config, tensors, saved, folder, write = FIXTURES
 
 INVENTORY_FAULTS = {  # a tensor that is put in, or None to leave it out, and what is said of it
     f"{KDA}o_proj.weight": (None, "missing, shape [36, 84] is expected"),

@@ -2,10 +2,23 @@
 
 import numpy as np
 import pytest
-from checkpoints import BF16, EMBED, HEAD, KDA, MLA, MOE, assert_same, make_config, read_all
+from checkpoints import (
+    BF16,
+    EMBED,
+    FIXTURES,
+    HEAD,
+    KDA,
+    MLA,
+    MOE,
+    assert_same,
+    make_config,
+    read_all,
+)
 
 from kimi_jax.checkpoint import Checkpoint, hf_shapes, random_tensors, save_hf, to_hf
 from kimi_jax.config.config import Config
+
+config, tensors, saved, folder, write = FIXTURES
 
 
 def test_weights_come_from_the_right_tensors(saved, config, tensors):

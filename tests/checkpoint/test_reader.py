@@ -6,6 +6,7 @@ import pytest
 from checkpoints import (
     BF16,
     EMBED,
+    FIXTURES,
     HEAD,
     KDA,
     MLA,
@@ -21,6 +22,8 @@ from safetensors.numpy import save_file
 from kimi_jax.checkpoint import Checkpoint, hf_shapes, random_tensors, save_hf, shapes, to_hf
 from kimi_jax.errors import CheckpointError
 from kimi_jax.model import mxfp4
+
+config, tensors, saved, folder, write = FIXTURES
 
 
 def test_what_is_written_is_read_back(saved, config, tensors):

@@ -4,11 +4,13 @@ import json
 
 import numpy as np
 import pytest
-from checkpoints import BF16, INDEX, KDA, MOE, NORM, assert_same
+from checkpoints import BF16, FIXTURES, INDEX, KDA, MOE, NORM, assert_same
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from kimi_jax.checkpoint import random_tensors, save_hf, to_hf
+
+config, tensors, saved, folder, write = FIXTURES
 
 
 def test_to_hf_refuses_what_it_cannot_place(config):
