@@ -91,7 +91,13 @@ def load(
     config = Config.from_hf(path)
     with Checkpoint(path, config) as checkpoint:
         program = make_program(
-            config, mesh, placement, dtype, packed=checkpoint.packed, scan=scan, forms=forms
+            config,
+            mesh,
+            placement,
+            dtype,
+            quantization=checkpoint.quantization,
+            scan=scan,
+            forms=forms,
         )
         program.refuse_what_exceeds(batch=1, context=1)
         tokenizer = Tokenizer.from_folder(path, config.vocab) if Tokenizer.is_in(path) else None

@@ -32,6 +32,7 @@ from jax.sharding import AxisType, Mesh
 
 import kimi_jax as kj
 from kimi_jax.cli.measure import compile_step
+from kimi_jax.model.mxfp4 import expert_quantization
 from kimi_jax.model.state import Forms
 from kimi_jax.parallel.mesh import DATA, MODEL
 from kimi_jax.runtime.program import make_program
@@ -299,7 +300,7 @@ def report(options: argparse.Namespace) -> dict[str, Any]:
         make_mesh(data, model, target),
         kj.Placement(**options.placement),
         options.dtype,
-        packed=config.quantized,
+        quantization=expert_quantization(config.quantized),
         scan=True,
         forms=Forms(transport=options.transport),
     )

@@ -29,6 +29,7 @@ import kimi_jax as kj
 from kimi_jax.checkpoint import save_hf, shapes, to_hf
 from kimi_jax.model import mxfp4
 from kimi_jax.model.decoder import declare
+from kimi_jax.model.mxfp4 import MXFP4, PLAIN
 from kimi_jax.model.state import TRAINING
 from kimi_jax.runtime.program import make_program
 from kimi_jax.text import tokenizer
@@ -222,7 +223,7 @@ def export(program, weights: dict, out: Path, ranks: dict[bytes, int], figures: 
         value = np.asarray(weights[w.path])
         for g, name in enumerate(w.names):
             ours[name] = value[g] if w.dims[0] == "G" else value
-    released = shapes(program.config, packed=True)
+    released = shapes(program.config, MXFP4)
     for name, value in list(ours.items()):
         if ".experts.w_" in name:
             ours[name], ours[name.replace(".w_", ".s_")] = mxfp4.pack(value)
@@ -313,7 +314,7 @@ def train(options: argparse.Namespace) -> None:
     ranks = tokenizer.train_ranks(training, RANKS)
     special = {content: RANKS + i for i, content in enumerate(SPECIAL)}
     ids = tokenizer.Tokenizer(ranks, special).encode(held_out)
-    program = make_program(small_config(), dtype="float32", packed=False, forms=TRAINING)
+    program = make_program(small_config(), dtype="float32", quantization=PLAIN, forms=TRAINING)
     weights = average = initial(program, options.seed)
     optimizer = make_optimizer(weights, options)
     moments = optimizer.init(weights)

@@ -9,6 +9,7 @@ import numpy as np
 
 import kimi_jax as kj
 from kimi_jax.checkpoint import random_tensors, save_hf
+from kimi_jax.model.mxfp4 import expert_quantization
 
 # K3.1 with nothing round: 6 heads, K != V, 10 experts in 2 groups, two dense layers, a gate bound
 # other than -5.
@@ -56,7 +57,11 @@ ODD = dataclasses.replace(
 def write(config: kj.Config, folder, seed: int = 0) -> str:
     """A checkpoint folder of random weights."""
     if not folder.exists():
-        save_hf(folder, config.to_hf(), random_tensors(config, seed, packed=config.quantized))
+        save_hf(
+            folder,
+            config.to_hf(),
+            random_tensors(config, seed, expert_quantization(config.quantized)),
+        )
     return str(folder)
 
 

@@ -330,7 +330,7 @@ def weights_of(module) -> dict[str, np.ndarray]:
         if isinstance(node, Experts):
             for kind in ("gate", "up", "down"):
                 w = np.asarray(getattr(node, "w_" + kind)[...])[0]
-                if node.packed:
+                if node.quantization is mxfp4.MXFP4:
                     w = mxfp4.unpack_numpy(w, np.asarray(getattr(node, "s_" + kind)[...])[0])
                 weights[".".join(filter(None, [name, "w_" + kind]))] = w.astype(np.float64)
     return weights

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..config.config import Config
 from ..errors import CheckpointError, shown
-from ..model import mxfp4
+from ..model.mxfp4 import MXFP4, PLAIN, Quantization
 
 ROOT = "language_model."
 LM_HEAD = "lm_head.weight"
@@ -201,7 +201,7 @@ class _StackedWeight(Weight):
         tensors.update(zip(self.sources(), array, strict=True))
 
 
-def weight_table(config: Config, packed: bool, root: str = ROOT) -> list[Weight]:
+def weight_table(config: Config, quantization: Quantization, root: str = ROOT) -> list[Weight]:
     """Every weight of a model, in the order of the layers; `root` begins every released name."""
     D, Z = config.hidden, config.vocab
     head = _EMBEDDING if config.tie_embeddings else LM_HEAD
@@ -210,7 +210,7 @@ def weight_table(config: Config, packed: bool, root: str = ROOT) -> list[Weight]
     for i in range(config.layers):
         kind = (config.is_mla(i), config.is_dense(i))
         if kind not in layers:
-            layers[kind] = _layer(config, packed, i)
+            layers[kind] = _layer(config, quantization, i)
         weights += _prefixed(f"layers.{i}.", f"{root}model.layers.{i}.", layers[kind])
     return [
         *weights,
@@ -225,13 +225,13 @@ def _prefixed(name: str, source: str, weights: Iterable[Weight]) -> list[Weight]
     return [replace(w, name=f"{name}{w.name}", source=f"{source}{w.source}") for w in weights]
 
 
-def _layer(config: Config, packed: bool, i: int) -> list[Weight]:
+def _layer(config: Config, quantization: Quantization, i: int) -> list[Weight]:
     D = config.hidden
     attention = _mla(config) if config.is_mla(i) else _kda(config)
     if config.is_dense(i):
         mlp = _prefixed("mlp.", "mlp.", _mlp(config.dense_ffn, D))
     else:
-        mlp = _prefixed("mlp.", _EXPERTS, _moe(config, packed))
+        mlp = _prefixed("mlp.", _EXPERTS, _moe(config, quantization))
     return [
         *_prefixed("attention_residual.", "self_attention_res_", _residual(config)),
         Weight("attention_norm", "input_layernorm.weight", (D,)),
@@ -316,7 +316,7 @@ def _mlp(F: int, D: int) -> list[Weight]:
     ]
 
 
-def _moe(config: Config, packed: bool) -> list[Weight]:
+def _moe(config: Config, quantization: Quantization) -> list[Weight]:
     D, E, L = config.hidden, config.experts, config.latent
     norm = [Weight("latent_norm", "routed_expert_norm.weight", (L,))] if config.latent_norm else []
     shared = _mlp(config.shared_ffn, D) if config.shared_experts else []
@@ -327,25 +327,26 @@ def _moe(config: Config, packed: bool) -> list[Weight]:
         Weight("w_latent_up", "routed_expert_up_proj.weight", (D, L)),
         *norm,
         *_prefixed("shared.", "shared_experts.", shared),
-        *_prefixed("experts.", "experts.{}.", _experts(config, packed)),
+        *_prefixed("experts.", "experts.{}.", _experts(config, quantization)),
     ]
 
 
-def _experts(config: Config, packed: bool) -> list[Weight]:
+def _experts(config: Config, quantization: Quantization) -> list[Weight]:
     E, F, L = config.experts, config.expert_ffn, config.latent
     plain: list[Weight] = [
         _StackedWeight("w_gate", "w1.weight", (E, F, L)),
         _StackedWeight("w_up", "w3.weight", (E, F, L)),
         _StackedWeight("w_down", "w2.weight", (E, L, F)),
     ]
-    if not packed:
+    if quantization is PLAIN:
         return plain
-    if F % mxfp4.GROUP or L % mxfp4.GROUP:
-        raise CheckpointError(f"packed experts of {F} x {L}: not multiples of {mxfp4.GROUP}")
+    group = quantization.group
+    if F % group or L % group:
+        raise CheckpointError(f"packed experts of {F} x {L}: not multiples of {group}")
     weights: list[Weight] = []
     for w in plain:
         *rows, columns = w.shape
-        values, scales = (*rows, columns // 2), (*rows, columns // mxfp4.GROUP)
+        values, scales = (*rows, columns // 2), (*rows, columns // group)
         weights += [
             _StackedWeight(w.name, f"{w.source}_packed", values, _UINT8),
             _StackedWeight(scale_name(w.name), f"{w.source}_scale", scales, _UINT8),
@@ -359,15 +360,15 @@ def scale_name(name: str) -> str:
     return f"{stem}s_{role}"
 
 
-def expert_format(names: Iterable[str]) -> tuple[bool, set[str]]:
-    """Whether most experts are packed, and the matrices (names without `.weight`) that differ."""
+def expert_format(names: Iterable[str]) -> tuple[Quantization, set[str]]:
+    """How most experts are stored, and the matrices (names without `.weight`) that differ."""
     matrices: dict[str, set[str]] = {"": set(), "_packed": set()}
     for name in names:
         if f".{_EXPERTS}experts." in name:
             matrix, _, suffix = name.rpartition(".weight")
             matrices.get(suffix, set()).add(matrix)
     plain, packed = matrices[""], matrices["_packed"]
-    return (True, plain) if len(packed) > len(plain) else (False, packed)
+    return (MXFP4, plain) if len(packed) > len(plain) else (PLAIN, packed)
 
 
 def shape_text(shape: Iterable[int]) -> str:
@@ -380,16 +381,16 @@ def is_skipped(name: str) -> bool:
     return name.removeprefix(ROOT).startswith(_SKIPPED)
 
 
-def shapes(config: Config, packed: bool) -> dict[str, tuple[tuple[int, ...], str]]:
+def shapes(config: Config, quantization: Quantization) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and dtype of each weight of the model."""
-    return {w.name: (w.shape, w.storage.dtype) for w in weight_table(config, packed)}
+    return {w.name: (w.shape, w.storage.dtype) for w in weight_table(config, quantization)}
 
 
 def hf_shapes(
-    config: Config, packed: bool, root: str = ROOT
+    config: Config, quantization: Quantization, root: str = ROOT
 ) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and dtype of each tensor of a released checkpoint, leaving out the vision part."""
     tensors: dict[str, tuple[tuple[int, ...], str]] = {}
-    for weight in weight_table(config, packed, root):
+    for weight in weight_table(config, quantization, root):
         tensors |= dict.fromkeys(weight.sources(), (weight.file_shape, weight.storage.dtype))
     return tensors

@@ -12,6 +12,7 @@ import numpy as np
 
 from ..config.config import Config
 from ..errors import CheckpointError
+from ..model.mxfp4 import PLAIN
 from .headers import read_folder
 from .inventory import inventory_problems
 from .names import FLOAT32, LM_HEAD, ROOT, Part, Weight, expert_format, weight_table
@@ -35,8 +36,8 @@ _CHECKED_AT_ONCE = 1 << 22
 class Checkpoint:
     """A released checkpoint on disk, checked against a config when it is opened; read part by part.
 
-    `tensors` lists what the headers hold, `names` the weights of the model, `packed` says whether
-    experts are MXFP4, `root` begins every released name, and `bytes_read` counts the weight bytes
+    `tensors` lists what the headers hold, `names` the weights of the model, `quantization` is
+    that of the experts, `root` begins every released name, and `bytes_read` counts the weight bytes
     copied so far. Raises one `CheckpointError` with every problem of index, headers and inventory;
     with tied embeddings, a head that differs from them is one.
     """
@@ -47,12 +48,12 @@ class Checkpoint:
         self.tensors, index, self._data, problems = read_folder(self.folder)
         names = self.tensors.keys() | index.keys()
         self.root = ROOT if any(name.startswith(ROOT) for name in names) else ""
-        self.packed, odd_experts = expert_format(names)
+        self.quantization, odd_experts = expert_format(names)
         problems += [
-            f"{name}: {'plain' if self.packed else 'packed'}, unlike most experts"
+            f"{name}: {'packed' if self.quantization is PLAIN else 'plain'}, unlike most experts"
             for name in sorted(odd_experts)
         ]
-        weights = weight_table(config, self.packed, self.root)
+        weights = weight_table(config, self.quantization, self.root)
         self._weights = {weight.name: weight for weight in weights}
         tied = [self._tied_head()] if config.tie_embeddings else []
         problems += inventory_problems([*weights, *tied], self.tensors, index, odd_experts)

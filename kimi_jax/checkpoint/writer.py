@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 
 from ..config.config import Config
 from ..model import mxfp4
+from ..model.mxfp4 import MXFP4, PLAIN, Quantization, expert_quantization
 from .headers import INDEX_FILE
 from .names import (
     FLOAT32,
@@ -35,8 +36,8 @@ def to_hf(config: Config, weights: Mapping[str, Any], root: str = ROOT) -> Tenso
     a layer share a tensor and must come together. Raises one ValueError for unknown names, wrong
     shapes and halves without the other.
     """
-    packed = any(".mlp.experts.s_" in name for name in weights)
-    table = {weight.name: weight for weight in weight_table(config, packed, root)}
+    quantization = expert_quantization(any(".mlp.experts.s_" in name for name in weights))
+    table = {weight.name: weight for weight in weight_table(config, quantization, root)}
     _check_weights(table, weights)
     tensors: Tensors = {}
     for name, array in weights.items():
@@ -160,7 +161,11 @@ _DRAWS: tuple[tuple[str, _Draw], ...] = (  # the first pattern that matches the 
 
 
 def random_tensors(
-    config: Config, seed: int, packed: bool = True, scale: float = 1.0, root: str = ROOT
+    config: Config,
+    seed: int,
+    quantization: Quantization = MXFP4,
+    scale: float = 1.0,
+    root: str = ROOT,
 ) -> Tensors:
     """Random weights of a model under their released names.
 
@@ -169,11 +174,11 @@ def random_tensors(
     near 1.
     """
     weights: Tensors = {}
-    for weight in weight_table(config, packed=False):
+    for weight in weight_table(config, PLAIN):
         if weight.name == "head" and config.tie_embeddings:
             continue
         array = _random(weight, seed, scale)
-        if packed and weight.per_expert:
+        if quantization is MXFP4 and weight.per_expert:
             weights[weight.name], weights[scale_name(weight.name)] = mxfp4.pack(array)
         else:
             weights[weight.name] = array.astype(np.dtype(weight.storage.dtype))

@@ -124,11 +124,13 @@ def _say_cell(column: str, value: str | int | float) -> str:
 
 
 def _compiled(options: argparse.Namespace, mesh: Any, place: Any) -> tuple[str, Any, list]:
+    from ..model.mxfp4 import expert_quantization
     from ..runtime.program import make_program
     from . import measure as bench
 
     config, dtype = named_config(options.compile), options.dtype or "bfloat16"
-    program = make_program(config, mesh, place, dtype, packed=config.quantized, scan=True)
+    quantization = expert_quantization(config.quantized)
+    program = make_program(config, mesh, place, dtype, quantization=quantization, scan=True)
     slots = min(options.context[0], config.max_positions)
     (B, *_), T = options.batch, options.prompt
     title = f"a step of {options.compile}, {B} x {T} tokens, {slots} slots, {mesh_text(mesh)}"

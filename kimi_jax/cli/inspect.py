@@ -78,7 +78,7 @@ def _summary(checkpoint: Any, config: Any) -> Iterator[tuple[str, str]]:
         "files",
         f"{len(tensors):,} tensors, {nbytes:,} bytes ({bytes_text(nbytes)}), shards: {shards}",
     )
-    yield "experts are", "MXFP4" if checkpoint.packed else "plain"
+    yield "experts are", checkpoint.quantization.title
     yield "tokenizer", _tokenizer_text(checkpoint.folder, config)
     yield from _sizes(config)
 
@@ -89,7 +89,7 @@ def _parameters(checkpoint: Any, config: Any) -> int:
 
     return sum(
         math.prod(shape) * (2 if dtype == "uint8" else 1)
-        for name, (shape, dtype) in shapes(config, checkpoint.packed).items()
+        for name, (shape, dtype) in shapes(config, checkpoint.quantization).items()
         if ".experts.s_" not in name and not (name == "head" and config.tie_embeddings)
     )
 

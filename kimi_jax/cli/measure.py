@@ -26,6 +26,7 @@ from ..config.config import Config
 from ..generation.engine import capacity
 from ..model.decoder import Stack, build, declare
 from ..model.mla import MLA
+from ..model.mxfp4 import MXFP4, expert_quantization
 from ..model.state import STATE_DIMS, State, Step, home_of
 from ..parallel.collectives import all_reduce
 from ..parallel.mesh import DATA, MODEL
@@ -69,7 +70,9 @@ def mini(sparse: bool) -> Config:
 
 def random_model(config: Config, mesh: Mesh, place: Placement, dtype: str | None) -> Model:
     """A model of any shape with random weights."""
-    program = make_program(config, mesh, place, dtype, packed=config.quantized)
+    program = make_program(
+        config, mesh, place, dtype, quantization=expert_quantization(config.quantized)
+    )
     return Model(program, build(program.declared, place, mesh, _random_read(program)))
 
 
@@ -83,7 +86,7 @@ def _random_read(program: Program) -> Callable:
     def read(name: str, index: tuple[slice, ...]) -> np.ndarray:
         role = name.rsplit(".", 1)[-1]
         shape = [len(range(size)[cut]) for size, cut in zip(shapes[name], index, strict=True)]
-        if ".experts." in name and program.packed:
+        if ".experts." in name and program.quantization is MXFP4:
             low, high = (118, 123) if role.startswith("s_") else (0, 256)
             return rng.integers(low, high, shape, np.uint8)
         if role.endswith("norm"):

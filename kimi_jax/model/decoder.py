@@ -26,6 +26,7 @@ from .kda import KDA
 from .layers import MLP, Expert, Term, linear_wide, rms_norm, weight
 from .mla import MLA
 from .moe import MoE
+from .mxfp4 import Quantization
 from .residual import Mix, push
 from .state import KDAState, MLAState, State, Step, cache_dtype
 
@@ -35,7 +36,7 @@ Read = Callable[[str, tuple[slice, ...]], np.ndarray]
 class Layer(nnx.Module):
     """One decoder layer: mix, norm, KDA or MLA; mix, norm, dense MLP or latent MoE."""
 
-    def __init__(self, config: Config, dtype: DTypeLike, index: int, packed: bool):
+    def __init__(self, config: Config, dtype: DTypeLike, index: int, quantization: Quantization):
         D = config.hidden
         self.config = config
         self.dense = config.is_dense(index)
@@ -45,7 +46,7 @@ class Layer(nnx.Module):
         self.mlp_residual = Mix(config, dtype)
         self.mlp_norm = weight(dtype, D=D)
         self.mlp: Any = (
-            MLP(config, config.dense_ffn, dtype) if self.dense else MoE(config, dtype, packed)
+            MLP(config, config.dense_ffn, dtype) if self.dense else MoE(config, dtype, quantization)
         )
 
     def __call__(
@@ -149,10 +150,10 @@ class Stack(nnx.Module):
     scanned inputs they would be copied.
     """
 
-    def __init__(self, config: Config, dtype: DTypeLike, span: Span, packed: bool):
+    def __init__(self, config: Config, dtype: DTypeLike, span: Span, quantization: Quantization):
         self.span = span
         self.layers = nnx.List(
-            [Layer(config, dtype, span.layer(j, 0), packed) for j in range(span.period)]
+            [Layer(config, dtype, span.layer(j, 0), quantization) for j in range(span.period)]
         )
         for _, param in nnx.iter_graph(self.layers):
             if isinstance(param, nnx.Param):
@@ -203,11 +204,18 @@ class Stack(nnx.Module):
 class Kimi(nnx.Module):
     """Embedding, the stacks of layers, the output mixture and norm, and the head."""
 
-    def __init__(self, config: Config, dtype: DTypeLike, stacks: Sequence[Span], *, packed: bool):
+    def __init__(
+        self,
+        config: Config,
+        dtype: DTypeLike,
+        stacks: Sequence[Span],
+        *,
+        quantization: Quantization,
+    ):
         D, Z = config.hidden, Dim(config.vocab, role=Role.VOCABULARY)
         self.config, self.dtype = config, jnp.dtype(dtype)
         self.embed = weight(dtype, term=Term.EMBEDDING, Z=Z, D=D)
-        self.stacks = nnx.List([Stack(config, dtype, span, packed) for span in stacks])
+        self.stacks = nnx.List([Stack(config, dtype, span, quantization) for span in stacks])
         self.residual = Mix(config, dtype)
         self.norm = weight(dtype, D=D)
         if not config.tie_embeddings:

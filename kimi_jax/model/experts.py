@@ -5,6 +5,7 @@ Nothing is ever dropped: there is no capacity. An id of -1 is no expert, so that
 nothing.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -18,35 +19,26 @@ from ..numerics import at_least_float32, widen
 from ..parallel import collectives
 from ..parallel.collectives import of_bits, to_bits
 from ..parallel.roles import Dim, Role
-from . import mxfp4
-from .layers import HIGHEST, Expert, Term, linear, situ, weight
+from .layers import HIGHEST, Expert, Term, linear, situ
+from .mxfp4 import PARTS, Quantization
 from .state import Step
 
 
 class Experts(nnx.Module):
-    """The routed experts' weights [G, E, out, in], MXFP4-packed (two inputs a byte, a scale byte
-    per 32) or plain.
+    """The routed experts' weights: matrices gate, up [G, E, F, L] and down [G, E, L, F], each
+    stored as its quantization says, under the prefixes of its parts (`w_gate`, `s_gate`).
     """
 
-    def __init__(self, config: Config, dtype: DTypeLike, packed: bool):
+    w_gate: nnx.Param
+
+    def __init__(self, config: Config, dtype: DTypeLike, quantization: Quantization):
         E = Dim(config.experts, role=Role.EXPERTS)
         F, L = config.expert_ffn, config.latent
-        self.config, self.packed = config, packed
-        if packed:
-            self.w_gate = weight(jnp.uint8, Expert, term=Term.EXPERTS, E=E, F=F, L2=L // 2)
-            self.w_up = weight(jnp.uint8, Expert, term=Term.EXPERTS, E=E, F=F, L2=L // 2)
-            self.w_down = weight(jnp.uint8, Expert, term=Term.EXPERTS, E=E, L=L, F2=F // 2)
-            self.s_gate = weight(
-                jnp.uint8, Expert, term=Term.EXPERTS, E=E, F=F, L32=L // mxfp4.GROUP
-            )
-            self.s_up = weight(jnp.uint8, Expert, term=Term.EXPERTS, E=E, F=F, L32=L // mxfp4.GROUP)
-            self.s_down = weight(
-                jnp.uint8, Expert, term=Term.EXPERTS, E=E, L=L, F32=F // mxfp4.GROUP
-            )
-        else:
-            self.w_gate = weight(dtype, Expert, term=Term.EXPERTS, E=E, F=F, L=L)
-            self.w_up = weight(dtype, Expert, term=Term.EXPERTS, E=E, F=F, L=L)
-            self.w_down = weight(dtype, Expert, term=Term.EXPERTS, E=E, L=L, F=F)
+        self.config, self.quantization = config, quantization
+        inward, outward = dict(E=E, F=F, L=L), dict(E=E, L=L, F=F)
+        for name, dims in dict(gate=inward, up=inward, down=outward).items():
+            for part, param in quantization.declare(dtype, Expert, Term.EXPERTS, **dims).items():
+                setattr(self, f"{part}_{name}", param)
 
     @property
     def count(self) -> int:
@@ -67,17 +59,17 @@ class Experts(nnx.Module):
         """x w^T for one expert, its weights read by index and decoded where they are used; rounded
         to x's type.
         """
-        read = lambda part: _read_expert(  # noqa: E731
-            getattr(self, f"{part}_{name}")[...], group, expert
-        )
-        if self.packed:
-            return mxfp4.matmul(x, read("w"), read("s")).astype(x.dtype)
-        return linear(x, read("w"))
+        stored = self._parts(name, lambda stack: _read_expert(stack, group, expert))
+        return self.quantization.multiply(x, stored)
 
     def stack(self, name: str, group: int | Array, dtype: DTypeLike) -> Float[Array, "E o i"]:
         """All experts' matrices of one kind of one layer, decoded: for the definition."""
-        read = lambda part: getattr(self, f"{part}_{name}")[...][group]  # noqa: E731
-        return mxfp4.unpack(read("w"), read("s"), dtype) if self.packed else read("w")
+        return self.quantization.decode(self._parts(name, lambda stack: stack[group]), dtype)
+
+    def _parts(self, name: str, read: Callable[[Array], Array]) -> dict[str, Array]:
+        """What `read` takes of each weight that a matrix is stored as, by its prefix."""
+        params = {part: getattr(self, f"{part}_{name}", None) for part in PARTS}
+        return {part: read(param[...]) for part, param in params.items() if param is not None}
 
 
 def _read_expert(

@@ -20,7 +20,6 @@ from ..config.config import Config
 from ..numerics import at_least_float32
 from ..parallel import collectives
 from ..parallel.collectives import Axis, of_bits, to_bits
-from ..parallel.mesh import MODEL
 from ..parallel.reductions import SUM, traffic
 from .layers import HIGHEST, Term, layer_norm, linear, linear_wide, weight
 from .state import Step, read_block
@@ -105,7 +104,7 @@ def keep_best(
     positions: Int[Array, "B T U"],
     keep: int,
     limit: int,
-    axis: Axis = MODEL,
+    axis: Axis,
     method: str = "auto",
 ) -> Bool[Array, "B T U"]:
     """Which of a rank's candidates, the best first, are among the `keep` best keys of all ranks:

@@ -335,7 +335,8 @@ class MLA(nnx.Module):
         limit = index_keys.shape[2] * step.stripes.ranks
         with jax.named_scope("selection"):
             positions = step.positions_of(slots)
-            return slots, keep_best(scores, positions, self.config.index_topk, limit)
+            axes = step.place.axes(Role.CACHED_KEYS)
+            return slots, keep_best(scores, positions, self.config.index_topk, limit, axes)
 
     def _local_candidates(
         self,

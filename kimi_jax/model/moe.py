@@ -25,6 +25,7 @@ from ..parallel.reductions import SUM
 from ..parallel.roles import Dim, Role
 from .experts import Experts, dispatched, run_local_experts
 from .layers import MLP, Term, linear, linear_wide, rms_norm, weight
+from .mxfp4 import Quantization
 from .state import Step
 
 Combine = Callable[[Array, Array, Array, Step], Array]  # latents, ids, weights -> latent sums
@@ -68,7 +69,7 @@ def route(
 class MoE(nnx.Module):
     """The latent MoE sublayer: w_up rmsnorm(sum of experts of w_down x) + shared(x)."""
 
-    def __init__(self, config: Config, dtype: DTypeLike, packed: bool):
+    def __init__(self, config: Config, dtype: DTypeLike, quantization: Quantization):
         D, E, L = config.hidden, config.experts, config.latent
         self.config = config
         self.w_router = weight(dtype, term=Term.ROUTER, E=Dim(E, role=Role.LATENT), D=D)
@@ -77,7 +78,7 @@ class MoE(nnx.Module):
         self.w_latent_up = weight(dtype, term=Term.LATENT, D=D, L=Dim(L, role=Role.LATENT))
         if config.latent_norm:
             self.latent_norm = weight(dtype, L=L)
-        self.experts = Experts(config, dtype, packed)
+        self.experts = Experts(config, dtype, quantization)
         if config.shared_experts:
             self.shared = MLP(config, config.shared_ffn, dtype, Role.SHARED_WIDTH)
 
@@ -168,7 +169,8 @@ class MoE(nnx.Module):
         messages = collectives.all_gather(to_bits(z, ids + 1, weights), 0, axes)
         z, numbers, weights = of_bits(messages, (L, z.dtype), (A, jnp.int32), (A, weights.dtype))
         partial = run_local_experts(z, numbers - 1, weights, self.experts, step).astype(z.dtype)
-        how = step.reduce if axes == (collectives.MODEL,) else SUM
+        over_model_ranks = axes == step.place.axes(Role.HEADS)
+        how = step.reduce if over_model_ranks else SUM  # a chosen reduction is for model ranks
         return collectives.reduce_scatter(partial, how, axes)
 
     def _latents_and_logits(

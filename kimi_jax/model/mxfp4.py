@@ -1,19 +1,26 @@
 """MXFP4 weights: two 4-bit floats in a byte, low nibble first, and one power of two for 32 inputs.
 
 A nibble is a sign (bit 3) and a magnitude out of 0, 0.5, 1, 1.5, 2, 3, 4, 6 (E2M1). A scale byte s
-(E8M0) stands for 2^(s - 127); 255 is no scale, and the checkpoint reader refuses it.
+(E8M0) stands for 2^(s - 127); 255 is not a scale, and the checkpoint reader refuses it.
+
+Decoded weights are exact, but XLA on CPU flushes subnormal results: products of float32 near 1e-38
+and below, as of scale bytes 0 to 8 with small inputs, become zero.
 """
 
+from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Float, Shaped, UInt8
 
 from ..numerics import at_least_float32
+from ..parallel.roles import Dim
+from .layers import Term, linear, weight
 
 GROUP = 32
 SCALE_BIAS = 127
@@ -153,3 +160,86 @@ def matmul(
 def _check_sizes(packed: tuple[int, ...], scale: tuple[int, ...]) -> None:
     if packed[:-1] != scale[:-1] or 2 * packed[-1] != GROUP * scale[-1]:
         raise ValueError(f"packed {packed} and scale {scale} differ: one scale is for 16 bytes")
+
+
+# How the matrices of a linear map are stored and multiplied.
+
+
+PARTS = ("w", "s")  # prefixes of weights: the numbers, their scales
+
+
+class Quantization:
+    """How a matrix [..., out, in] is stored, as one weight or several, and multiplied. Of each
+    subclass there is one value, which `QUANTIZATIONS` has by name.
+    """
+
+    name: str
+    title: str  # as text, before "experts"
+    group: int = 1  # inputs that share a scale: the input width must be a multiple of it
+
+    def declare(
+        self, dtype: DTypeLike, kind: type[nnx.Param], term: Term, **dims: int | Dim
+    ) -> dict:
+        """The weights of a matrix by their prefixes. Of `dims`, letter = size, the last is the
+        input's; `dtype` is that of plain numbers.
+        """
+        raise NotImplementedError
+
+    def decode(
+        self, parts: Mapping[str, Shaped[Array, "... out i"]], dtype: DTypeLike
+    ) -> Float[Array, "... out inputs"]:
+        """The numbers of a stored matrix: the definition that `multiply` is held against."""
+        raise NotImplementedError
+
+    def multiply(
+        self, x: Float[Array, "rows inputs"], parts: Mapping[str, Shaped[Array, "out i"]]
+    ) -> Float[Array, "rows out"]:
+        """x times the transposed matrix, summed in at least float32 and rounded to x's type."""
+        raise NotImplementedError
+
+
+class _Plain(Quantization):
+    name, title = "none", "plain"
+
+    def declare(
+        self, dtype: DTypeLike, kind: type[nnx.Param], term: Term, **dims: int | Dim
+    ) -> dict:
+        return {"w": weight(dtype, kind, term=term, **dims)}
+
+    def decode(self, parts: Mapping[str, Array], dtype: DTypeLike) -> Array:
+        return parts["w"]
+
+    def multiply(self, x: Array, parts: Mapping[str, Array]) -> Array:
+        return linear(x, parts["w"])
+
+
+class _Mxfp4(Quantization):
+    name, title, group = "mxfp4", "MXFP4", GROUP
+
+    def declare(
+        self, dtype: DTypeLike, kind: type[nnx.Param], term: Term, **dims: int | Dim
+    ) -> dict:
+        *outer, (letter, inputs) = dims.items()
+        assert isinstance(inputs, int)
+        packed = {**dict(outer), f"{letter}2": inputs // 2}
+        scales = {**dict(outer), f"{letter}{GROUP}": inputs // GROUP}
+        return {
+            "w": weight(jnp.uint8, kind, term=term, **packed),
+            "s": weight(jnp.uint8, kind, term=term, **scales),
+        }
+
+    def decode(self, parts: Mapping[str, Array], dtype: DTypeLike) -> Array:
+        return unpack(parts["w"], parts["s"], dtype)
+
+    def multiply(self, x: Array, parts: Mapping[str, Array]) -> Array:
+        return matmul(x, parts["w"], parts["s"]).astype(x.dtype)
+
+
+PLAIN = _Plain()
+MXFP4 = _Mxfp4()
+QUANTIZATIONS = {value.name: value for value in (PLAIN, MXFP4)}
+
+
+def expert_quantization(quantized: bool) -> Quantization:
+    """How routed experts are stored, by `Config.quantized` or by what a checkpoint holds."""
+    return MXFP4 if quantized else PLAIN

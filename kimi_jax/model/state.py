@@ -263,8 +263,8 @@ class StateHome(Protocol):
         ...
 
     @property
-    def packed(self) -> bool:
-        """Whether the model's experts are MXFP4."""
+    def quantization(self) -> Any:
+        """How the model's experts are stored."""
         ...
 
     def other_states_than(self, other: Any) -> list[str]:

@@ -21,7 +21,7 @@ from ..config.config import Config
 from ..errors import PlacementError, shown
 from ..model.decoder import Declared, Kimi, declare, kind_spans, new_state
 from ..model.layers import Term
-from ..model.mxfp4 import GROUP
+from ..model.mxfp4 import GROUP, Quantization, expert_quantization
 from ..model.state import STATE_DIMS, STATE_ROLES
 from ..numerics import is_number, is_whole
 from ..parallel.helix import Stripes
@@ -94,7 +94,12 @@ class Plan:
     def terms(self) -> dict[str, int]:
         """Bytes of each term: the weights', the state's, and a decode step's inputs."""
         weights = _weight_bytes(
-            self.config, self.placement, self.data, self.model, self.dtype, self.packed
+            self.config,
+            self.placement,
+            self.data,
+            self.model,
+            self.dtype,
+            expert_quantization(self.packed),
         )
         state = {
             term: self.rows * (fixed + slot * self.slots)
@@ -170,7 +175,7 @@ class Plan:
         return self.spare(memory, reserve) >= 0
 
     def __str__(self) -> str:
-        experts = "MXFP4 experts" if self.packed else "plain experts"
+        experts = f"{expert_quantization(self.packed).title} experts"
         title = (
             f"one device of data {self.data} x model {self.model}: {self.dtype}, {experts}, "
             f"batch {self.batch:,}, context {self.context:,}"
@@ -286,22 +291,22 @@ def _argument_problems(
 
 
 @functools.lru_cache(maxsize=32)
-def _declared(config: Config, dtype: str, packed: bool) -> Counter[Declared]:
+def _declared(config: Config, dtype: str, quantization: Quantization) -> Counter[Declared]:
     """The number of weights of each form, layers of a kind taken together: in any order a model
     holds the same bytes. Shared: not to be changed.
     """
-    weights = declare(Kimi(config, dtype, kind_spans(config), packed=packed))
+    weights = declare(Kimi(config, dtype, kind_spans(config), quantization=quantization))
     return Counter(dataclasses.replace(w, path=(), names=()) for w in weights)
 
 
 @functools.lru_cache(maxsize=512)
 def _weight_bytes(
-    config: Config, place: Placement, data: int, model: int, dtype: str, packed: bool
+    config: Config, place: Placement, data: int, model: int, dtype: str, quantization: Quantization
 ) -> dict[str, int]:
     """Bytes of weights on one device, by term. Shared: not to be changed."""
     sizes = {DATA: data, MODEL: model}
     terms = dict.fromkeys(WEIGHT_TERMS, 0)
-    for w, count in _declared(config, dtype, packed).items():
+    for w, count in _declared(config, dtype, quantization).items():
         shards = math.prod(shard_counts(place.spec(w.roles), sizes))
         nbytes = math.prod(w.placed(place, sizes)) // shards * w.dtype.itemsize
         terms[w.term.value] += count * nbytes

@@ -17,6 +17,7 @@ from jaxtyping import Array
 
 from ..config.config import Config
 from ..model.decoder import Kimi, declare, new_state, spans
+from ..model.mxfp4 import MXFP4, Quantization
 from ..model.state import (
     STATE_DIMS,
     STATE_ROLES,
@@ -53,13 +54,13 @@ class Program:
     place: Placement
     dtype: str
     scan: bool
-    packed: bool
+    quantization: Quantization
     forms: Forms
 
     @functools.cached_property
     def declared(self) -> Kimi:
         """The module with its weights declared, none allocated."""
-        return Kimi(self.config, self.dtype, self.stacks, packed=self.packed)
+        return Kimi(self.config, self.dtype, self.stacks, quantization=self.quantization)
 
     @property
     def stacks(self) -> tuple:
@@ -144,7 +145,8 @@ class Program:
         """What each device holds with a state of such size."""
         return plan(
             self.config, self.mesh, self.place,
-            batch=batch, context=context, dtype=self.dtype, packed=self.packed,
+            batch=batch, context=context, dtype=self.dtype, 
+            packed=self.quantization is MXFP4,
         )  # fmt: skip
 
     def save(self, state: State, path: str | os.PathLike) -> None:
@@ -437,7 +439,7 @@ def make_program(
     placement: Placement | Any = None,
     dtype: DTypeLike | None = None,
     *,
-    packed: bool = True,
+    quantization: Quantization = MXFP4,
     scan: bool | None = None,
     forms: Forms | None = None,
 ) -> Program:
@@ -465,4 +467,4 @@ def make_program(
         raise NotImplementedError("Forms.mla='expanded', the definition, runs on whole keys")
     if forms.transport == "ragged" and platform == "cpu":
         raise NotImplementedError("Forms.transport='ragged': CPUs have no ragged_all_to_all")
-    return _shared_program(config, mesh, placement, name, scan, packed, forms)
+    return _shared_program(config, mesh, placement, name, scan, quantization, forms)

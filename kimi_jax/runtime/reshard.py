@@ -60,7 +60,7 @@ def move(
         home = home_of(state)
         target = make_program(
             home.config, home.mesh if mesh is None else mesh, placement, home.dtype,
-            packed=home.packed, scan=home.scan if scan is None else scan,
+            quantization=home.quantization, scan=home.scan if scan is None else scan,
         )  # fmt: skip
         _check_memory(target, state.batch, state.max_length)
         return target

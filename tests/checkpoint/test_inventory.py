@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 
 from kimi_jax.checkpoint import Checkpoint, hf_shapes, random_tensors
 from kimi_jax.errors import CheckpointError
+from kimi_jax.model.mxfp4 import PLAIN
 
 config, tensors, saved, folder, write = FIXTURES
 
@@ -90,7 +91,7 @@ def test_a_packed_expert_among_plain_ones_is_named(write, config, tensors):
     packed = {f"{odd}.weight": None} | {
         f"{odd}.{f}": tensors[f"{odd}.{f}"] for f in ("weight_packed", "weight_scale")
     }
-    folder = write(packed, base=random_tensors(config, seed=3, packed=False))
+    folder = write(packed, base=random_tensors(config, seed=3, quantization=PLAIN))
     assert problems(folder, config) == (f"{odd}: packed, unlike most experts",)
 
 
@@ -101,7 +102,7 @@ def test_an_expert_with_both_forms_is_named(write, config):
 
 
 def test_experts_of_one_weight_have_one_dtype(write, config):
-    plain = random_tensors(config, seed=3, packed=False)
+    plain = random_tensors(config, seed=3, quantization=PLAIN)
     name = f"{MOE}experts.5.w1.weight"
     found = problems(write({name: plain[name].astype(np.float32)}, base=plain), config)
     assert found == ("layers.3.mlp.experts.w_gate: experts differ in dtype, BF16 and F32",)
@@ -111,7 +112,7 @@ def test_long_lists_of_problems_are_cut_when_printed(tmp_path, config):
     save_file({"x": np.zeros(1, np.float32)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError) as caught:
         Checkpoint(tmp_path, config)
-    count = len(hf_shapes(config, packed=False))  # the bias may be absent, x may not be there
+    count = len(hf_shapes(config, quantization=PLAIN))  # the bias may be absent, x may not be there
     assert len(caught.value.problems) == count
     text = str(caught.value).splitlines()
     assert (

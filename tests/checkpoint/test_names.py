@@ -17,6 +17,7 @@ from checkpoints import (
 
 from kimi_jax.checkpoint import Checkpoint, hf_shapes, random_tensors, save_hf, to_hf
 from kimi_jax.config.config import Config
+from kimi_jax.model.mxfp4 import MXFP4
 
 config, tensors, saved, folder, write = FIXTURES
 
@@ -108,7 +109,7 @@ def test_low_rank_gates_no_mla_gate_no_latent_norm_and_no_indexer(tmp_path):
 
 
 def test_the_released_model_has_497220_tensors():
-    released = hf_shapes(Config.k3(), packed=True)
+    released = hf_shapes(Config.k3(), quantization=MXFP4)
     assert len(released) == 497_220 - 168
     assert released[
         "language_model.model.layers.92.block_sparse_moe.experts.895.w2.weight_scale"

@@ -22,6 +22,7 @@ from safetensors.numpy import save_file
 from kimi_jax.checkpoint import Checkpoint, hf_shapes, random_tensors, save_hf, shapes, to_hf
 from kimi_jax.errors import CheckpointError
 from kimi_jax.model import mxfp4
+from kimi_jax.model.mxfp4 import MXFP4, PLAIN
 
 config, tensors, saved, folder, write = FIXTURES
 
@@ -29,16 +30,16 @@ config, tensors, saved, folder, write = FIXTURES
 def test_what_is_written_is_read_back(saved, config, tensors):
     with Checkpoint(saved, config) as checkpoint:
         weights = read_all(checkpoint)
-        assert checkpoint.packed and checkpoint.root == ROOT
+        assert checkpoint.quantization is MXFP4 and checkpoint.root == ROOT
         assert len(checkpoint.tensors) == len(tensors) + 2
         tensor = checkpoint.tensors[f"{KDA}q_proj.weight"]
         assert tensor[:3] == ((60, 36), "BF16", 60 * 36 * 2)
         assert tensor.shard in {path.name for path in saved.iterdir()}
     assert_same(to_hf(config, weights), tensors)
     declared = {name: (array.shape, array.dtype.name) for name, array in weights.items()}
-    assert declared == shapes(config, packed=True)
+    assert declared == shapes(config, quantization=MXFP4)
     stored = {name: (array.shape, array.dtype.name) for name, array in tensors.items()}
-    assert stored == hf_shapes(config, packed=True)
+    assert stored == hf_shapes(config, quantization=MXFP4)
 
 
 def test_a_part_equals_the_same_part_of_the_whole_and_costs_its_bytes(saved, config):
@@ -102,16 +103,16 @@ def test_a_single_file_without_a_root(config, tensors, tmp_path):
 
 
 def test_plain_experts(config, tensors, tmp_path):
-    plain = random_tensors(config, seed=3, packed=False)
+    plain = random_tensors(config, seed=3, quantization=PLAIN)
     save_hf(tmp_path / "plain", config.to_hf(), plain)
     with Checkpoint(tmp_path / "plain", config) as checkpoint:
-        assert not checkpoint.packed
+        assert checkpoint.quantization is PLAIN
         weights = read_all(checkpoint)
         part = checkpoint.read("layers.1.mlp.experts.w_down", (slice(2, 5), slice(0, 7)))
     assert_same(to_hf(config, weights), plain)
     np.testing.assert_array_equal(part, weights["layers.1.mlp.experts.w_down"][2:5, :7])
     assert {name: a.shape for name, a in weights.items()} == {
-        n: s for n, (s, _) in shapes(config, False).items()
+        n: s for n, (s, _) in shapes(config, PLAIN).items()
     }
     expert = f"{MOE}experts.4.w2.weight"
     unpacked = mxfp4.unpack_numpy(tensors[f"{expert}_packed"], tensors[f"{expert}_scale"])

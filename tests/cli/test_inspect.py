@@ -12,6 +12,7 @@ from commands import CONFIG, NORM, assert_refused, nan_like
 
 from kimi_jax.checkpoint import hf_shapes, save_hf
 from kimi_jax.cli import inspect
+from kimi_jax.model.mxfp4 import PLAIN
 
 
 def test_inspect_groups_tensors_and_totals_them(run, saved, tensors):
@@ -28,7 +29,7 @@ def test_inspect_groups_tensors_and_totals_them(run, saved, tensors):
 
 
 def test_inspect_counts_parameters(run, saved):
-    plain = hf_shapes(CONFIG, packed=False)
+    plain = hf_shapes(CONFIG, quantization=PLAIN)
     count = sum(int(np.prod(shape)) for shape, _ in plain.values())
     padding = sum(shape[0] - CONFIG.kda_heads for n, (shape, _) in plain.items() if "A_log" in n)
     assert f"{count - padding:,} parameters" in run("inspect", saved)[1]

@@ -19,6 +19,7 @@ from tolerances import EXACT
 import kimi_jax as kj
 from kimi_jax import checkpoint
 from kimi_jax.model.decoder import declare, kind_spans, spans
+from kimi_jax.model.mxfp4 import MXFP4
 from kimi_jax.model.state import DEFINITIONS, Forms
 from kimi_jax.runtime.program import make_program
 
@@ -266,7 +267,9 @@ def test_lengths_within_a_bucket_and_decode_steps_compile_once(awkward):
 @pytest.mark.parametrize("config, scan", [(MESHED, False), (DEEP, True)], ids=["plain", "scan"])
 def test_every_part_of_a_step_is_named_in_its_operations(config, scan):
     """By the layer's number, or its place in a scanned group, as profiles show them."""
-    program = make_program(config, kj.make_mesh(1, 1), kj.Placement(), packed=True, scan=scan)
+    program = make_program(
+        config, kj.make_mesh(1, 1), kj.Placement(), quantization=MXFP4, scan=scan
+    )
     ids, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 4), (1,)))
     traced = program.step.trace(program.weight_shapes, program.state_shapes(1, 64), ids, lengths)
     text = traced.lower().as_text(debug_info=True)
@@ -366,7 +369,7 @@ def test_full_size_models_are_declared_by_shapes_alone():
         parameters = 92 * 896 * 33_030_144 + rest
         assert parameters == pytest.approx(2.780e12, rel=1e-3)
         names = [name for w in declared for name in w.names]
-        assert sorted(names) == sorted(checkpoint.shapes(config, packed=True))
+        assert sorted(names) == sorted(checkpoint.shapes(config, quantization=MXFP4))
 
 
 BAD_TOKENS = [

@@ -27,6 +27,7 @@ from kimi_jax.model import experts as experts_module
 from kimi_jax.model.experts import Experts, block_rows, dense, grouped
 from kimi_jax.model.layers import linear_wide
 from kimi_jax.model.moe import MoE, limit_groups, route
+from kimi_jax.model.mxfp4 import MXFP4, PLAIN, expert_quantization
 from kimi_jax.numerics import at_least_float32
 
 WIDE = ("float32", "float64")
@@ -113,7 +114,7 @@ def test_near_ties_of_896_experts_are_chosen_as_in_float64(monkeypatch, dtype):
     rng = np.random.default_rng(0)
     rows, experts, active = 4, 896, 16
     config = small_config(hidden=16 + 3 * rows, experts=experts, active_experts=active)
-    module = filled(MoE(config, dtype, packed=False))
+    module = filled(MoE(config, dtype, quantization=PLAIN))
     shared = rng.normal(size=16).astype(jnp.bfloat16).astype(np.float64)
     x, w = np.zeros((rows, config.hidden)), np.zeros((experts, config.hidden))
     x[:, :16], w[:, :16] = shared, rng.normal(size=(experts, 16)).astype(jnp.bfloat16)
@@ -150,7 +151,7 @@ def test_near_ties_of_896_experts_are_chosen_as_in_float64(monkeypatch, dtype):
 
 @functools.lru_cache
 def experts(dtype, packed):
-    return filled(Experts(small_config(), dtype, packed))
+    return filled(Experts(small_config(), dtype, expert_quantization(packed)))
 
 
 @functools.lru_cache
@@ -259,8 +260,8 @@ def test_a_row_does_not_depend_on_its_neighbours_bit_for_bit(dtype, packed):
 
 def test_experts_are_read_from_their_own_group():
     """A stack of two layers' experts: group 1 is the second layer."""
-    first, second = experts("float64", False), filled(Experts(small_config(), "float64", False), 5)
-    both = filled(Experts(small_config(), "float64", False))
+    first, second = experts("float64", False), filled(Experts(small_config(), "float64", PLAIN), 5)
+    both = filled(Experts(small_config(), "float64", PLAIN))
     for name in ("w_gate", "w_up", "w_down"):
         pair = [np.asarray(getattr(m, name)[...])[0] for m in (first, second)]
         getattr(both, name).set_value(jnp.asarray(np.stack(pair)))
@@ -308,7 +309,7 @@ def test_sublayer_equals_oracle(changes, packed, form):
     """Shared experts read all of x; the routed sum is complete before its norm, then goes up."""
     config = small_config(**changes)
     for dtype in WIDE if not changes else ["float64"]:
-        module = filled(MoE(config, dtype, packed))
+        module = filled(MoE(config, dtype, expert_quantization(packed)))
         x = of_type(np.random.default_rng(3).normal(size=(6, 24)), dtype)
         y = run(module, x, np.ones(6, bool), step_of([0], [6], 6, moe=form))
         close(y, oracles.moe(weights_of(module), as_float64(x), config), MOE_LAYER)
@@ -317,7 +318,7 @@ def test_sublayer_equals_oracle(changes, packed, form):
 def test_the_latent_norm_sees_the_complete_sum():
     """Doubled outputs of all experts leave the result as it is, the shared part included."""
     config = small_config(norm_eps=1e-20)
-    module = filled(MoE(config, "float64", False))
+    module = filled(MoE(config, "float64", PLAIN))
     x, all_rows = np.random.default_rng(3).normal(size=(6, 24)), np.ones(6, bool)
     step = step_of([0], [6], 6)
     once = run(module, x, all_rows, step)
@@ -328,7 +329,7 @@ def test_the_latent_norm_sees_the_complete_sum():
 @pytest.mark.parametrize("form", ["grouped", "dense"])
 def test_padding_reaches_no_expert_and_disturbs_no_row(form):
     """Inactive rows get their shared experts alone, and NaN inside them stays there."""
-    module = filled(MoE(small_config(), "float64", True))
+    module = filled(MoE(small_config(), "float64", MXFP4))
     x = np.random.default_rng(3).normal(size=(8, 24))
     active = np.array([True, False, True, True, False, True, False, True])
     step = step_of([0], [8], 8, moe=form)
@@ -342,7 +343,7 @@ def test_padding_reaches_no_expert_and_disturbs_no_row(form):
 
 
 def test_a_bfloat16_sublayer_stays_near_its_float64_oracle():
-    module = filled(MoE(small_config(), "bfloat16", True))
+    module = filled(MoE(small_config(), "bfloat16", MXFP4))
     x = of_type(np.random.default_rng(3).normal(size=(8, 24)), jnp.bfloat16)
     y = run(module, x, np.ones(8, bool), step_of([0], [8], 8))
     assert y.dtype == jnp.bfloat16
@@ -350,7 +351,7 @@ def test_a_bfloat16_sublayer_stays_near_its_float64_oracle():
 
 
 def test_packed_experts_are_bytes_and_the_bias_is_float32_in_a_bfloat16_model():
-    module = MoE(small_config(), jnp.bfloat16, packed=True)
+    module = MoE(small_config(), jnp.bfloat16, quantization=MXFP4)
     assert module.experts.w_gate.get_value().dtype == jnp.uint8
     assert module.experts.w_gate.get_value().shape == (E, 32, L // 2)
     assert module.experts.s_down.get_value().shape == (E, L, 1)

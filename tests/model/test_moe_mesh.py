@@ -31,6 +31,7 @@ from tolerances import MOE_MESH
 from kimi_jax.model.experts import address_rows, dispatched
 from kimi_jax.model.layers import Expert
 from kimi_jax.model.moe import MoE
+from kimi_jax.model.mxfp4 import MXFP4, PLAIN
 from kimi_jax.model.state import Forms, Step
 from kimi_jax.numerics import at_least_float32
 from kimi_jax.parallel import collectives
@@ -53,9 +54,9 @@ def sublayer(module, x, active, step):
     return step.every(y)
 
 
-def per_device(f, config, data, model, place, forms=Forms(), dtype="float64", packed=False):  # noqa: B008
+def per_device(f, config, data, model, place, forms=Forms(), dtype="float64", quantization=PLAIN):  # noqa: B008
     """f(module, *inputs, step) on every device, its weights cut as the placement says."""
-    graph, params = nnx.split(MoE(config, dtype, packed))
+    graph, params = nnx.split(MoE(config, dtype, quantization))
     flat = dict(nnx.to_flat_state(params))
     specs = {}
     for path, param in flat.items():
@@ -86,9 +87,9 @@ def compiled(*settings, **options):
 
 
 @functools.cache
-def made(config, dtype="float64", packed=False):
+def made(config, dtype="float64", quantization=PLAIN):
     """A module, its weights by path, and by name for the oracle."""
-    module = filled(MoE(config, dtype, packed))
+    module = filled(MoE(config, dtype, quantization))
     params = nnx.to_flat_state(nnx.state(module, nnx.Param))
     return {path: np.asarray(param.get_value()) for path, param in params}, weights_of(module)
 
@@ -185,8 +186,8 @@ def test_a_bfloat16_sublayer_with_packed_experts_stays_near_its_oracle(way):
     config, (data, model) = small_config(experts=12), (1, 4)
     place, transport = placed(way)
     x, active = random_rows(9, jnp.bfloat16), np.ones(9, bool)
-    weights, w = made(config, "bfloat16", True)
-    run = compiled(config, data, model, place, Forms(transport=transport), "bfloat16", True)
+    weights, w = made(config, "bfloat16", MXFP4)
+    run = compiled(config, data, model, place, Forms(transport=transport), "bfloat16", MXFP4)
     y = gathered(run(weights, spread(x, data, model), spread(active, data, model)), data, model)
     assert y.dtype == jnp.bfloat16
     close(y, oracles.moe(w, as_float64(x), config), MOE_MESH)

@@ -9,6 +9,7 @@ from oracles import bits, close, filled, of_type, quick_jit, small_config
 from tolerances import MIX, SKELETON
 
 from kimi_jax.model.decoder import Layer
+from kimi_jax.model.mxfp4 import PLAIN
 from kimi_jax.model.residual import Mix, mix, push
 from kimi_jax.parallel.mesh import DATA, MODEL
 
@@ -136,7 +137,7 @@ def test_an_extra_row_of_zeros_only_rescales(rng):
 def test_the_bank_of_a_layer_holds_every_block_begun(layer, rows):
     """Counted from 1, blocks of 12: the MLP mixes bank and sum, attention what was before."""
     config = small_config(layers=25, residual_block=12, mla_layers=(), dense_layers=25)
-    module = filled(Layer(config, jnp.float32, layer - 1, packed=False))
+    module = filled(Layer(config, jnp.float32, layer - 1, quantization=PLAIN))
     x, bank = (jnp.ones(s, jnp.float32) for s in ((2, D), (config.bank_rows, 2, D)))
     state, step = oracles.fresh_kda(config, 1, "float32"), oracles.step_of([0], [2], 2)
     state = jax.tree.map(jnp.asarray, state)

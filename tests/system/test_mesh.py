@@ -416,7 +416,7 @@ def test_a_process_reads_each_slice_of_its_devices_once(folders):
     """What is replicated over 2 data ranks, or whole on all 8 devices, is read once."""
     mesh, place = kj.make_mesh(2, 4), P()
     with Checkpoint(folders("meshed"), MESHED) as file:
-        program = make_program(MESHED, mesh, place, "bfloat16", packed=file.packed)
+        program = make_program(MESHED, mesh, place, "bfloat16", quantization=file.quantization)
         asked = Counter()
 
         def read(name, index):
@@ -444,7 +444,7 @@ def test_the_host_holds_few_slices_at_a_time(folders):
     """Reading into devices that keep no host memory: the peak is a few times the largest slice."""
     mesh, place = kj.make_mesh(model=8), P()
     with Checkpoint(folders("meshed"), MESHED) as file:
-        program = make_program(MESHED, mesh, place, "float32", packed=file.packed)
+        program = make_program(MESHED, mesh, place, "float32", quantization=file.quantization)
         largest = max(
             size * w.dtype.itemsize
             for w in declare(program.declared)
