@@ -26,8 +26,9 @@ from .errors import (
     TokenizerError,
 )
 from .generation.chat import ChatStream, Reply
-from .generation.generate import Completion, Event, Usage
+from .generation.generate import Completion, Event
 from .generation.prefix_cache import CacheStats, PrefixCache
+from .generation.requests import Usage
 from .generation.sessions import Session
 from .parallel.mesh import make_mesh
 from .parallel.placement import Placement

@@ -7,6 +7,7 @@ import dataclasses
 import kimi_jax as kj
 from kimi_jax.checkpoint import random_tensors, save_hf
 from kimi_jax.generation import chat
+from kimi_jax.generation.requests import Request, RequestOptions
 from kimi_jax.text import chat_format, reply_parser
 from kimi_jax.text.tokenizer import Tokenizer, train_ranks, write_tokenizer
 
@@ -64,10 +65,11 @@ class Script:
         self._replies = [ids(reply) if isinstance(reply, str) else reply for reply in replies]
         monkeypatch.setattr(chat, "start", self._start)
 
-    def _start(self, model, prompt, *_, max_new_tokens, stop_tokens, **options):
+    def _start(self, model, prompt, options, **_):
         self.prompts.append(prompt)
         reply = self._replies[(len(self.prompts) - 1) % len(self._replies)]
-        return self._events(reply, max_new_tokens, stop_tokens)
+        request = Request(prompt, RequestOptions(), options.max_new_tokens)
+        return request, self._events(reply, options.max_new_tokens, options.stop_tokens)
 
     def _events(self, reply, limit, stop_tokens):
         for count, token in enumerate(reply, start=1):

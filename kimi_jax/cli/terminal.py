@@ -17,7 +17,7 @@ from rich.console import Console
 from ..errors import ChatError, FileError, PromptError
 from ..files import read_json
 from ..generation.chat import ChatStream, Reply
-from ..generation.generate import Usage
+from ..generation.requests import Usage
 from ..text.chat_format import render
 from ..text.reply_parser import ChatEvent
 from .output import console

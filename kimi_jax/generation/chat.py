@@ -2,17 +2,19 @@
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from ..errors import ChatError, shown
-from ..runtime.sampling import Sample, TokenLogprob
+from ..runtime.sampling import TokenLogprob
 from ..text.chat_format import Markup, render
 from ..text.reply_parser import ChatEvent, ReplyParser
 from ..text.tool_calls import ToolCall
-from .generate import PLAIN, Usage, start
+from .generate import start
+from .options import Options, described, ids_of
 from .prefix_cache import PrefixCache
 from .prompts import TextRunner
+from .requests import Usage
 from .session_state import SessionState
 
 TEMPERATURE, TOP_P, THINKING_EFFORT = 1.0, 0.95, "max"  # the released defaults
@@ -122,6 +124,7 @@ class ChatStream(Iterator[ChatEvent]):
         self._ready.extend(self._parser.finish())
 
 
+@described(max_new_tokens=MAX_NEW_TOKENS, temperature=TEMPERATURE, top_p=TOP_P)
 def chat(
     model: TextRunner,
     messages: Any,
@@ -132,62 +135,50 @@ def chat(
     thinking_effort: str | None = THINKING_EFFORT,
     tool_choice: Any = None,
     response_format: Any = None,
-    max_new_tokens: int = MAX_NEW_TOKENS,
-    temperature: float | None = None,
-    top_p: float | None = None,
-    top_k: int = 0,
-    sampling: Sample | None = None,
-    seed: int = 0,
-    stop: str | Sequence[str] | None = None,
-    stop_tokens: Sequence[int] | None = None,
-    logprobs: bool | int = False,
-    logit_bias: Mapping[int, float] | None = None,
-    min_new_tokens: int = 0,
     prefix_cache: PrefixCache | None = None,
     session: SessionState | None = None,
+    **options: Any,
 ) -> Reply | ChatStream:
     """The model's reply to a conversation, or with `stream` its events as they come.
 
     Messages, tools, `thinking_effort`, `tool_choice` and `response_format` as in
     `kimi_jax.text.chat_format.render`: they tell the model what is wanted, and nothing makes it
-    comply. The other options are those of `kimi_jax.generation.generate.generate`, except for the
-    released defaults, effort "max", temperature 1.0 and top_p 0.95, and for `stop`, which is looked
-    for in the answer's text alone. A reply always ends at <|end_of_msg|>. Raises `ChatError` or
-    `PromptError` before anything runs.
+    comply. `prefix_cache` and `session` as in `generate`; the prompt is the session's whole
+    conversation. `stop` is looked for in the answer's text alone. A reply always ends at
+    <|end_of_msg|>, whatever `stop_tokens` says. Raises `ChatError` or `PromptError` before anything
+    runs.
     """
     prompt = render(
         model.tokenizer, messages, tools, thinking, thinking_effort, tool_choice, response_format
     )
     assert model.tokenizer is not None
     end = Markup.of(model.tokenizer).end
-    stops = _stop_strings(stop)
-    drawn: dict[str, Any] = {"temperature": temperature, "top_p": top_p}
-    defaults = {"temperature": TEMPERATURE, "top_p": TOP_P} if sampling is None else PLAIN
-    events = start(
-        model,
-        prompt,
-        prefix_cache,
-        session,
-        whole=True,
-        stop=None,
-        trip=4,
-        max_new_tokens=max_new_tokens,
-        **{name: defaults[name] if value is None else value for name, value in drawn.items()},
-        top_k=top_k,
-        sampling=sampling,
-        seed=seed,
-        stop_tokens=[*model.config.eos, end] if stop_tokens is None else stop_tokens,
-        logprobs=logprobs,
-        logit_bias=logit_bias,
-        min_new_tokens=min_new_tokens,
-    )
-    parser = ReplyParser(model.tokenizer, thinking, stops, min_new_tokens)
+    stops = _stop_strings(options.pop("stop", None))
+    request, events = start(
+        model, prompt, _with_defaults(model, options, end),
+        cache=prefix_cache, session=session, is_conversation=True,
+    )  # fmt: skip
+    parser = ReplyParser(model.tokenizer, thinking, stops, request.options.min_new_tokens)
     streamed = ChatStream(events, parser, len(prompt), end)
     if stream:
         return streamed
     for _ in streamed:
         pass
     return streamed.reply
+
+
+def _with_defaults(model: TextRunner, options: dict[str, Any], end: int) -> Options:
+    """The options of a turn: the released defaults, and an end at <|end_of_msg|> in any case."""
+    drawn = {"temperature": TEMPERATURE, "top_p": TOP_P}
+    given = {k: v for k, v in options.items() if v is not None or k not in drawn}
+    defaults: dict[str, Any] = {"max_new_tokens": MAX_NEW_TOKENS}
+    if given.get("sampling") is None:
+        defaults |= drawn
+    stop_tokens = given.get("stop_tokens")
+    ids = ids_of(model.config.eos if stop_tokens is None else stop_tokens)
+    if ids is not None:
+        given["stop_tokens"] = [*ids, end]
+    return Options(**{**defaults, **given})
 
 
 def _stop_strings(stop: Any) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..errors import PromptError, shown
+from ..errors import shown
 from ..model.state import State
 from ..numerics import is_whole
 from ..runtime.fitting import device_memory
@@ -157,11 +157,12 @@ class PrefixCache:
         """Forget all entries; the counts stay."""
         self._tree.clear()
 
-    def refuse_other(self, model: Runner) -> None:
-        """Raise `PromptError` for a model whose states are not this cache's."""
+    def problem_with(self, model: Runner) -> str | None:
+        """What is wrong where a model's states are not this cache's."""
         is_same = self.model.program is model.program and self.model.weights is model.weights
-        if not is_same or self.model.chunk != model.chunk:
-            raise PromptError("prefix_cache was made for another model, or another chunk size")
+        if is_same and self.model.chunk == model.chunk:
+            return None
+        return "prefix_cache was made for another model, or another chunk size"
 
     def restore(self, state: State, row: int, ids: Sequence[int]) -> tuple[State, int]:
         """The state with the longest cached prefix of `ids` in a row, and its length. Consumes the

@@ -1,9 +1,17 @@
 """Prompts as users give them, text or token ids, and the same as token ids."""
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
+
+from ..errors import PromptError, shown
+from ..numerics import is_whole
 from ..runtime.runner import Runner
 from ..text.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -11,3 +19,66 @@ class TextRunner(Runner):
     """A runner with the tokenizer of its checkpoint; None: it takes and gives token ids alone."""
 
     tokenizer: Tokenizer | None = None
+
+    def is_id(self, token: Any) -> bool:
+        """Whether a value is a token id of the vocabulary."""
+        return is_whole(token, 0, self.config.vocab - 1)
+
+
+def items_of(value: Any) -> list | None:
+    """The items of a list or an array; None for text and for all that has no items in order."""
+    if isinstance(value, np.ndarray):
+        return list(value) if value.ndim else None
+    is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    return list(value) if is_list else None
+
+
+def as_list(prompts: Any) -> list:
+    """The prompts one by one; a lone string or a flat list of ids is one prompt."""
+    if isinstance(prompts, str):
+        return [prompts]
+    items = items_of(prompts)
+    if items is None:
+        raise PromptError(f"prompts must be strings or lists of token ids, got {shown(prompts)}")
+    is_flat = [not isinstance(item, str | Sequence | np.ndarray) for item in items]
+    if any(is_flat) and not all(is_flat):
+        raise PromptError("prompts mix token ids with whole prompts: give [[ids], [ids], ...]")
+    return [items] if any(is_flat) else items
+
+
+def encode(
+    model: TextRunner, prompts: Sequence[Any], before: Sequence[int], problems: list[str]
+) -> list[list[int]]:
+    """Every prompt as ids behind the ids `before` it; what is wrong goes to `problems`."""
+    bad = [token for token in before if not model.is_id(token)]
+    if bad:
+        problems.append(f"the session's tokens hold {shown(bad[0])}, which is not a token id")
+        return []
+    may_be_empty = bool(before)
+    encoded = [_ids(model, i, p, may_be_empty, problems) for i, p in enumerate(prompts)]
+    return [[*map(int, before), *ids] for ids in encoded]
+
+
+def _ids(
+    model: TextRunner, i: int, prompt: Any, may_be_empty: bool, problems: list[str]
+) -> list[int]:
+    """One prompt as ids."""
+    if isinstance(prompt, str):
+        if model.tokenizer is None:
+            problems.append(f"prompt {i} is text, and this folder has no tokenizer: give token ids")
+            return []
+        ids = model.tokenizer.encode(prompt)
+    else:
+        ids = items_of(prompt)
+    if ids is None:
+        problems.append(f"prompt {i} must be text or token ids, got {shown(prompt)}")
+        return []
+    bad = [token for token in ids if not model.is_id(token)]
+    if bad:
+        problems.append(
+            f"prompt {i}: {shown(bad[0])} is not a token id below the vocabulary of "
+            f"{model.config.vocab}"
+        )
+    elif not ids and not may_be_empty:
+        problems.append(f"prompt {i} is empty")
+    return [] if bad else [int(token) for token in ids]

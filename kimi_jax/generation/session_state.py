@@ -10,13 +10,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
-from ..errors import PromptError, shown
+from ..errors import shown
 from ..model.state import State
 from ..numerics import is_whole
-from ..parallel.mesh import DATA
-from ..parallel.processes import to_device, to_host
+from ..parallel.processes import to_host
 from ..runtime.runner import Runner
 
 ROOM = 2048  # tokens that a session has room for at first
@@ -54,11 +52,10 @@ class SessionState:
         if turn is not None:
             turn.close()
 
-    def refuse_other(self, model: Runner) -> None:
-        """Raise `PromptError` for another model than this session's."""
-        mine = self.model
-        if mine.program is not model.program or mine.weights is not model.weights:
-            raise PromptError("the session is of another model")
+    def problem_with(self, model: Runner) -> str | None:
+        """What is wrong where a model is not this session's."""
+        is_same = self.model.program is model.program and self.model.weights is model.weights
+        return None if is_same else "the session is of another model"
 
     def resume(self, ids: Sequence[int], length: int) -> tuple[State, int]:
         """The state for a prompt of such ids, with room for so many tokens, and how many of the
@@ -74,10 +71,9 @@ class SessionState:
         shared = _shared(seen, ids)
         if shared < len(seen):
             state, shared = self._return(state, shared)
-        rows = NamedSharding(self.model.mesh, PartitionSpec(DATA))
         begins = np.zeros(len(state.length), np.int32)
         begins[0] = shared
-        return dataclasses.replace(state, length=to_device(begins, rows)), shared
+        return dataclasses.replace(state, length=self.model.place_rows(begins)), shared
 
     def mark(self, state: State, length: int) -> None:
         """A prompt of such a length ends here: its memories are copied. Those of the prompt before

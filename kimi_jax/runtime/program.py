@@ -37,7 +37,8 @@ from ..parallel.roles import Role
 from .fitting import device_memory, refuse_what_exceeds
 from .memory import DTYPES, Plan, plan
 from .on_mesh import within
-from .sampling import Rows, sample
+from .rows import Rows
+from .sampling import sample
 from .state_files import save_state
 
 SCAN_FROM = 24  # layers from which a scan pays on CPU too: unrolled runs faster, compiles slower
@@ -216,8 +217,8 @@ class Program:
 
     @functools.cached_property
     def trip(self) -> Callable:
-        """(weights, state, rows, n) -> what n steps chose, [n of rows.trip, B] each, and the state:
-        every step samples each row's next token, and brings it where the row goes on.
+        """(weights, state, rows, n) -> what n steps sampled, [n of rows.steps_per_call, B] each,
+        and the state: every step samples a token of each row, and brings it where the row goes on.
         """
 
         def one(weights: dict, state: State, rows: Rows, n: Array) -> tuple[tuple, State]:
@@ -237,7 +238,8 @@ class Program:
                 return state, rows, made
 
             shapes = jax.eval_shape(lambda: sample(model.head_logits(state.hidden), rows))
-            made = jax.tree.map(lambda x: jnp.zeros((rows.trip, *x.shape), x.dtype), shapes)
+            most = rows.steps_per_call
+            made = jax.tree.map(lambda x: jnp.zeros((most, *x.shape), x.dtype), shapes)
             state, _, made = jax.lax.fori_loop(0, n, step, (state, rows, made))
             return made, state
 

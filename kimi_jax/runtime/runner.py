@@ -17,7 +17,7 @@ from ..model.state import State, home_of
 from ..numerics import is_whole
 from ..parallel.mesh import DATA
 from ..parallel.placement import Placement
-from ..parallel.processes import agree, to_host, to_mesh
+from ..parallel.processes import agree, to_device, to_host, to_mesh
 from .memory import PREFILL_ROWS
 from .on_mesh import own_mesh
 from .program import Program, state_maker
@@ -62,6 +62,15 @@ class Runner:
     def dtype(self) -> str:
         """The type of weights and activations."""
         return self.program.dtype
+
+    @property
+    def data_ranks(self) -> int:
+        """Over how many ranks the rows of a batch are sharded."""
+        return self.program.sizes[DATA]
+
+    def place_rows(self, x: np.ndarray) -> Array:
+        """An array on the mesh, its first dim sharded over the data ranks."""
+        return to_device(x, NamedSharding(self.mesh, PartitionSpec(DATA)))
 
     def logits(self, tokens: Ids, lengths: Ids | None = None) -> Array:
         """Logits [B, T, vocab] in at least float32 of right-padded prompts [B, T]; keeps no state.
@@ -108,16 +117,16 @@ class Runner:
         return dataclasses.replace(empty, batch=int(batch), home=self.program)
 
     def prefill(self, state: State, tokens: Ids, lengths: Ids | None = None) -> tuple[Array, State]:
-        """Take in right-padded new tokens [B, T] after what the state has seen: logits [B, vocab],
+        """Prefill right-padded new tokens [B, T] after what the state has seen: logits [B, vocab],
         next state.
 
         Row b brings `lengths[b]` tokens, 0 to T (default T); its logits are those after its last
-        token so far. A prompt given in pieces equals the prompt given whole. The state passed in is
-        consumed. Long pieces run in chunks.
+        token so far. A prompt given in pieces equals the prompt given at once. The state passed in
+        is consumed. Long pieces run in chunks.
         """
         ids, lengths = self._checked(tokens, lengths)
         self._fits(state, lengths)
-        return self._advance(state, ids, lengths)
+        return self.advance(state, ids, lengths)
 
     def decode(self, state: State, tokens: Ids) -> tuple[Array, State]:
         """One more token per row, tokens [B]: logits [B, vocab] after it, next state. The state is
@@ -128,8 +137,8 @@ class Runner:
             raise RequestError(f"decode takes one token per row, [B]; got shape {ids.shape}")
         return self.prefill(state, ids[:, None])
 
-    def _advance(self, state: State, ids: np.ndarray, lengths: np.ndarray) -> tuple[Array, State]:
-        """`prefill` of checked ids, a chunk at a time."""
+    def advance(self, state: State, ids: np.ndarray, lengths: np.ndarray) -> tuple[Array, State]:
+        """`prefill` of ids that were checked, a chunk at a time."""
         logits = None
         for first in range(0, max(1, int(lengths.max(initial=0))), self.chunk):
             piece = ids[:, first : first + self.chunk]
@@ -140,13 +149,11 @@ class Runner:
             return logits if len(logits) == len(ids) else logits[: len(ids)], state
 
     def _rows(self, batch: int) -> int:
-        """Rows that a batch runs as: completed with inactive ones to a multiple of the data
-        ranks.
-        """
-        return -(-batch // self.program.sizes[DATA]) * self.program.sizes[DATA]
+        """Rows that a batch runs as: padded with inactive ones to a multiple of the data ranks."""
+        return -(-batch // self.data_ranks) * self.data_ranks
 
     def _placed(self, ids: np.ndarray, lengths: np.ndarray) -> tuple[Any, Any]:
-        """Ids and lengths on the mesh, completed to whole rows and to a bucket's width."""
+        """Ids and lengths on the mesh, padded to full rows and to a bucket's width."""
         B, T = ids.shape
         more = self._rows(B) - B
         ids = np.pad(ids, ((0, more), (0, bucket(T, self.chunk) - T))).astype(np.int32)

@@ -1,4 +1,4 @@
-"""Which token comes next: strategies, and how they choose on the device."""
+"""Which token comes next: sampling parameters, and sampling on the devices."""
 
 import dataclasses
 from typing import Any
@@ -11,15 +11,16 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..errors import PromptError, shown
 from ..numerics import is_number, is_whole
+from .rows import Rows
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """Draw from the model's distribution: logits / temperature, cut to the `top_k` best tokens (0:
-    all), to the smallest set of best tokens that holds probability `top_p` (always at least one),
-    and to tokens of at least `min_p` times the best one's probability. Temperature 0 takes the best
-    token. `repetition_penalty` p divides positive logits of tokens that prompt or reply hold by p
-    and multiplies negative ones (1: none; Keskar et al. 2019).
+    """Draw from the softmax of logits / temperature, among the `top_k` best tokens (0: all), the
+    smallest set of best tokens that holds probability `top_p` (always at least one), and tokens of
+    at least `min_p` times the best one's probability. Temperature 0 takes the best token.
+    `repetition_penalty` p divides positive logits of tokens that prompt or reply hold by p and
+    multiplies negative ones (1: none; Keskar et al. 2019).
     """
 
     temperature: float = 1.0
@@ -52,7 +53,7 @@ def sampling_problems(
 
 
 def Greedy() -> Sample:
-    """Always the best token; of equals the lowest id."""
+    """Always the best token, of equal logits the lowest id."""
     return Sample(temperature=0.0)
 
 
@@ -67,57 +68,26 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """How each row of a batch chooses its next tokens; travels through a loop of steps."""
-
-    active: Bool[Array, " B"]  # rows that go on
-    left: Int[Array, " B"]  # tokens that each may still bring
-    seeds: Int[Array, " B"]
-    counts: Int[Array, " B"]  # tokens that each has brought
-    settings: Float[Array, "B 6"]  # temperature, top_k, top_p, min_p, penalty, fewest tokens
-    stops: Int[Array, "B M"]  # ids that end a row; -1: none
-    bias: Float[Array, "B Z"] | None  # added to logits
-    seen: Bool[Array, "B Z"] | None  # ids that prompt or reply hold, where a penalty asks
-    top: int = dataclasses.field(metadata={"static": True})  # log-probabilities to report
-    draws: bool = dataclasses.field(metadata={"static": True})  # some row has a temperature
-    waits: bool = dataclasses.field(metadata={"static": True})  # stop ids must wait for the fewest
-    trip: int = dataclasses.field(metadata={"static": True})  # most steps of a loop
-
-    def after(self, ids: Int[Array, " B"], usable: Bool[Array, " B"]) -> "Rows":
-        """What is left to do once these tokens were chosen."""
-        stopped = jnp.any(ids[:, None] == self.stops, axis=1)
-        left = self.left - self.active.astype(jnp.int32)
-        seen = self.seen
-        if seen is not None:
-            batch = jnp.arange(len(ids), dtype=jnp.int32)
-            seen = seen.at[batch, ids].set(seen[batch, ids] | self.active)
-        return dataclasses.replace(
-            self,
-            active=self.active & usable & ~stopped & (left > 0),
-            left=left,
-            counts=self.counts + self.active.astype(jnp.int32),
-            seen=seen,
-        )
-
-
-def adjusted(logits: Float[Array, "B Z"], rows: Rows) -> Float[Array, "B Z"]:
-    """Logits with bias and penalty, and without stop ids where a row must go on."""
-    B, Z = logits.shape
+def adjust(logits: Float[Array, "B Z"], rows: Rows) -> Float[Array, "B Z"]:
+    """Apply logit bias and repetition penalty; mask stop ids until `min_new_tokens`."""
     if rows.bias is not None:
         logits = logits + rows.bias.astype(logits.dtype)
     if rows.seen is not None:
-        penalty = rows.settings[:, 4:5].astype(logits.dtype)
-        punished = jnp.where(logits > 0, logits / penalty, logits * penalty)
-        logits = jnp.where(rows.seen, punished, logits)
-    if not rows.waits:
-        return logits
-    batch, stops = jnp.arange(B, dtype=jnp.int32)[:, None], rows.stops
-    ends = jnp.zeros((B, Z), bool)
-    ends = ends.at[batch, jnp.where(stops < 0, Z, stops)].set(True, mode="drop")
-    early = rows.counts.astype(jnp.float32) < rows.settings[:, 5]
-    return jnp.where(early[:, None] & ends, -jnp.inf, logits)
+        penalty = rows.repetition_penalty[:, None].astype(logits.dtype)
+        penalized = jnp.where(logits > 0, logits / penalty, logits * penalty)
+        logits = jnp.where(rows.seen, penalized, logits)
+    if rows.masks_stops:
+        too_early = rows.counts < rows.min_new_tokens
+        logits = jnp.where(too_early[:, None] & is_stop_id(rows, logits.shape[1]), -jnp.inf, logits)
+    return logits
+
+
+def is_stop_id(rows: Rows, vocab: int) -> Bool[Array, "B Z"]:
+    """Which ids end each row."""
+    batch = jnp.arange(len(rows.stop_ids), dtype=jnp.int32)[:, None]
+    ids = jnp.where(rows.stop_ids < 0, vocab, rows.stop_ids)  # -1 would be the last id
+    none = jnp.zeros((len(rows.stop_ids), vocab), bool)
+    return none.at[batch, ids].set(True, mode="drop")
 
 
 def allowed(
@@ -133,7 +103,7 @@ def allowed(
     before = jnp.cumsum(probability) - probability
     rank = jnp.arange(Z, dtype=jnp.int32)
     kept = (
-        (rank.astype(top_k.dtype) < jnp.where(top_k > 0, top_k, Z))
+        (rank < jnp.where(top_k > 0, top_k, Z))
         & ((before < top_p) | (top_p >= 1))
         & (probability >= min_p * probability[0])
     )
@@ -150,24 +120,33 @@ def sample(
     Float[Array, "B top"],
 ]:
     """The next token of each row, whether its logits could be used (no NaN, some finite maximum,
-    also after bias and penalty), its log-probability and the `top` best, both before bias, penalty,
-    temperature and cuts.
+    also after bias and penalty), its log-probability, and the `top_logprobs` best tokens with
+    theirs. Log-probabilities are those before bias, penalty, temperature and cuts.
     """
-    bent = adjusted(logits, rows)
-    usable = jnp.isfinite(logits.max(-1)) & ~jnp.isnan(logits).any(-1) & jnp.isfinite(bent.max(-1))
-    ids = jnp.argmax(bent, -1)
+    adjusted = adjust(logits, rows)
+    usable = jnp.isfinite(logits.max(-1)) & ~jnp.isnan(logits).any(-1)
+    usable &= jnp.isfinite(adjusted.max(-1))
+    ids = jnp.argmax(adjusted, -1)
     if rows.draws:
-        cuts = rows.settings[:, :4].astype(logits.dtype)
-        may = jax.vmap(allowed)(bent, *cuts.T)
-        warm = jnp.where(cuts[:, :1] > 0, cuts[:, :1], 1)
-        noise = gumbel_noise(rows.seeds, rows.counts, logits.shape[1])
-        scaled = (bent - bent.max(-1, keepdims=True)) / warm
-        drawn = jnp.argmax(jnp.where(may, scaled + noise.astype(bent.dtype), -jnp.inf), -1)
-        ids = jnp.where(cuts[:, 0] > 0, drawn, ids)
+        ids = jnp.where(rows.temperature > 0, draw(adjusted, rows), ids)
     logprobs = jax.nn.log_softmax(logits, axis=-1)
-    best, best_ids = jax.lax.top_k(logprobs, rows.top)
+    best, best_ids = jax.lax.top_k(logprobs, rows.top_logprobs)
     chosen = jnp.take_along_axis(logprobs, ids[:, None], 1)[:, 0]
     return ids.astype(jnp.int32), usable, chosen, best_ids.astype(jnp.int32), best
+
+
+def draw(logits: Float[Array, "B Z"], rows: Rows) -> Int[Array, " B"]:
+    """A token of each row from its distribution: the best sum of scaled logits and Gumbel noise
+    among the tokens that may be drawn.
+    """
+    temperature, top_p, min_p = (
+        x.astype(logits.dtype) for x in (rows.temperature, rows.top_p, rows.min_p)
+    )
+    may = jax.vmap(allowed)(logits, temperature, rows.top_k, top_p, min_p)
+    divisor = jnp.where(temperature > 0, temperature, 1)[:, None]
+    scaled = (logits - logits.max(-1, keepdims=True)) / divisor
+    noise = gumbel_noise(rows.seeds, rows.counts, logits.shape[1]).astype(logits.dtype)
+    return jnp.argmax(jnp.where(may, scaled + noise, -jnp.inf), -1)
 
 
 def gumbel_noise(

@@ -23,6 +23,7 @@ import kimi_jax as kj
 from kimi_jax.api import Model
 from kimi_jax.generation import engine
 from kimi_jax.generation import generate as g
+from kimi_jax.generation.requests import Request, RequestOptions
 
 # Selected keys between layers of KDA; every size over 8 ranks.
 CONFIG = dataclasses.replace(MESHED, mla_layers=(1,), max_positions=2048)
@@ -179,11 +180,7 @@ def test_requests_that_fail_leave_all_others_as_they_are(placed):
 
 
 def request_of(prompt, limit):
-    return g.Request(prompt, limit, 0, g.TextBuilder(None, ()))
-
-
-def options_of(count):
-    return g.Options(kj.Greedy(), 99, (0,) * count, (), frozenset(), False, 0, slots=SLOTS)
+    return Request(prompt, RequestOptions(), limit)
 
 
 def test_running_requests_advance_after_every_chunk_of_a_long_prompt(placed, fresh):
@@ -191,13 +188,13 @@ def test_running_requests_advance_after_every_chunk_of_a_long_prompt(placed, fre
     requests = [request_of([9], 40), request_of(PROMPTS[0], NEW)]
     requests += [request_of([n], NEW) for n in (10, 11)]
     advanced, at_chunks = [], []
-    for tokens in engine.run(placed.model, requests, options_of(len(requests))):
-        advanced.append(tokens)
-        if tokens >= len(PROMPTS[0]) % CHUNK:
+    for report in engine.run(placed.model, requests, engine.RunOptions(SLOTS)):
+        advanced.append(report.advanced)
+        if report.prompt_tokens >= len(PROMPTS[0]) % CHUNK:
             at_chunks.append(len(requests[0].tokens))
     chunks = -(-len(PROMPTS[0]) // CHUNK)
     assert at_chunks == list(range(at_chunks[0], at_chunks[0] + chunks))
-    assert max(advanced) >= CHUNK and g.TRIP in advanced
+    assert max(advanced) >= CHUNK and engine.STEPS_PER_CALL in advanced
     assert sum(advanced) == sum(len(one.ids) + len(one.tokens) for one in requests)
     for one in requests:
         assert len(one.tokens) == one.limit
@@ -245,7 +242,7 @@ def ctrl_c():
 
 
 MOMENTS = {
-    "a chunk": (Model, "_advance", 5),
+    "a chunk": (Model, "advance", 5),
     "a trip": (engine, "to_host", 7),
     "a request that begins": (g, "_say", 3),
     "a count of tokens": (g.Progress, "advance", 9),

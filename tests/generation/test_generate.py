@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +13,11 @@ from models import AWKWARD, compilations, write
 
 import kimi_jax as kj
 from kimi_jax.generation import generate as g
-from kimi_jax.generation.engine import Schedule
-from kimi_jax.runtime.sampling import Rows, allowed, gumbel_noise, sample
+from kimi_jax.generation import prompts
+from kimi_jax.generation.options import Options
+from kimi_jax.generation.schedule import Schedule
+from kimi_jax.runtime.rows import Rows
+from kimi_jax.runtime.sampling import allowed, gumbel_noise, sample
 
 SAMPLING = dict(max_new_tokens=6, stop_tokens=[])
 
@@ -30,12 +32,13 @@ def model(tmp_path_factory):
 def rows(B, s, seeds=None, counts=None, fewest=0, stops=(-1,), bias=None, seen=None, top=0):
     """What `sample` is told of B rows under one strategy."""
     seeds, counts = (jnp.array(given or [0] * B, jnp.int32) for given in (seeds, counts))
-    row = (s.temperature, s.top_k, s.top_p, s.min_p, s.repetition_penalty, fewest)
+    column = lambda value, dtype=jnp.float32: jnp.full(B, value, dtype)  # noqa: E731
     return Rows(
-        jnp.ones(B, bool), jnp.full(B, 9, jnp.int32), seeds, counts,
-        jnp.tile(jnp.array(row, jnp.float32), (B, 1)),
-        jnp.tile(jnp.array(stops, jnp.int32), (B, 1)), bias, seen,
-        top=top, draws=s.temperature > 0, waits=fewest > 0, trip=1,
+        column(True, bool), column(9, jnp.int32), seeds, counts, column(s.temperature),
+        column(s.top_k, jnp.int32), column(s.top_p), column(s.min_p),
+        column(s.repetition_penalty), column(fewest, jnp.int32),
+        jnp.tile(jnp.array(stops, jnp.int32), (B, 1)), bias, seen, top_logprobs=top,
+        draws=s.temperature > 0, masks_stops=fewest > 0, steps_per_call=1,
     )  # fmt: skip
 
 
@@ -186,7 +189,7 @@ def test_draws_follow_the_distribution():
 )
 @settings(max_examples=30, deadline=None)
 def test_at_least_one_token_may_always_be_drawn(logits, top_k, top_p, min_p):
-    args = (jnp.float32(0.7), jnp.float32(top_k), jnp.float32(top_p), jnp.float32(min_p))
+    args = (jnp.float32(0.7), jnp.int32(top_k), jnp.float32(top_p), jnp.float32(min_p))
     may = np.asarray(allowed(jnp.asarray(logits, jnp.float32), *args))
     assert may[int(np.argmax(np.float32(logits)))]
     assert may.sum() <= (top_k or len(logits))
@@ -275,28 +278,49 @@ def test_bad_requests_are_refused_by_name(model, prompts, options, message):
         model.generate(prompts, **options)
 
 
+def checked(model, count=1, **options):
+    """The options of so many prompts, below the signatures, whose types the tests enforce and
+    users' programs do not.
+    """
+    slots, trip = options.pop("slots", 1), options.pop("trip", 1)
+    prompts = lambda: [[1]] * count  # noqa: E731
+    owners = {name: options.pop(name, None) for name in ("cache", "session")}
+    requests, _ = g._prepare(model, prompts, Options(**options), slots=slots, trip=trip, **owners)
+    return [request.options for request in requests]
+
+
 def test_options_of_the_wrong_type_are_named_at_once(model):
-    """Below the signatures, whose types the tests enforce and users' programs do not."""
-    given = dict(max_new_tokens=2.5, top_p=1.0, top_k=0, stop=5, stop_tokens=5, logprobs=None)
     with pytest.raises(kj.PromptError) as error:
-        g._options(model, 1, None, None, temperature=0.0, **given)
-    for name in ("max_new_tokens", "seed", "stop must", "stop_tokens", "logprobs"):
-        assert name in str(error.value)
+        checked(
+            model, max_new_tokens=2.5, seed=None, stop=5, stop_tokens=5, logprobs=None, cache={}
+        )
+    names = ("max_new_tokens", "seed", "stop must", "stop_tokens", "logprobs", "prefix_cache must")
+    assert all(name in str(error.value) for name in names)
     with pytest.raises(kj.PromptError, match="prompts must be"):
-        g._as_list(7)
-    with pytest.raises(kj.PromptError, match=r"prompt 0 must be text or token ids, got b'x'"):
-        g._encoded(model, [b"x"])
-    plain = given | dict(max_new_tokens=1, stop=None, stop_tokens=[], logprobs=False)
-    with pytest.raises(kj.PromptError, match=r"prefix_cache must be a PrefixCache, got \{\}"):
-        g._prepared(model, lambda: [[1]], {}, None, None, 0, temperature=0.0, **plain)
+        prompts.as_list(7)
+    problems = []
+    prompts.encode(model, [b"x"], [], problems)
+    assert problems == ["prompt 0 must be text or token ids, got b'x'"]
 
 
 WHOLE = [0, 1, -1, np.int32(1), np.uint8(1), np.int64(2**40), 2**31 - 1, 2**31, 10**400, -(10**400),
          10**5000]  # fmt: skip
 REAL = [0.5, np.float64(0.5), np.float32(-1), float("nan"), float("inf"), float("-inf"), 1e39]
-OTHER = ["x", b"x", True, np.True_, 1j, np.complex64(1), np.array(3), np.zeros((2, 2)), [0.5], {1}]
+OTHER = [
+    "x",
+    b"x",
+    True,
+    np.True_,
+    1j,
+    np.complex64(1),
+    np.array(3),
+    np.zeros((2, 2)),
+    [0.5, 1],
+    {1},
+]
 PLAIN = {
     "max_new_tokens": 1, "min_new_tokens": 0, "temperature": 0.0, "top_p": 1.0, "top_k": 0,
+    "min_p": 0.0, "repetition_penalty": 1.0,
     "seed": 0, "logprobs": False, "slots": 1, "trip": 1, "stop": None, "stop_tokens": None,
     "logit_bias": None,
 }  # fmt: skip
@@ -305,6 +329,8 @@ SOUND = {  # which of the values above an option takes
     "min_new_tokens": WHOLE[:2] + WHOLE[3:5],
     "temperature": WHOLE[:2] + WHOLE[3:8] + REAL[:2],
     "top_p": WHOLE[:2] + WHOLE[3:5] + REAL[:2],
+    "min_p": WHOLE[:2] + WHOLE[3:5] + REAL[:2],
+    "repetition_penalty": WHOLE[1:2] + WHOLE[3:8] + REAL[:2],
     "top_k": WHOLE[:2] + WHOLE[3:5] + WHOLE[6:7],
     "seed": WHOLE[:2] + WHOLE[3:5] + WHOLE[6:7],
     "logprobs": [*WHOLE[:2], *WHOLE[3:5], True],
@@ -323,15 +349,11 @@ def test_every_value_of_an_option_runs_or_is_one_error_that_names_it(model, name
     """
     for value in WHOLE + REAL + OTHER:
         options = PLAIN | {name: value}
-        seed = options.pop("seed")
-        prepare = functools.partial(
-            g._prepared, model, lambda: [[1]], None, None, None, seed, **options
-        )
         if any(value is sound for sound in SOUND[name]):
-            assert len(prepare()[0]) == 1
+            assert len(checked(model, **options)) == 1
         else:
             with pytest.raises(kj.PromptError, match=name) as error:
-                prepare()
+                checked(model, **options)
             assert len(str(error.value)) < 400
 
 
@@ -404,7 +426,8 @@ def test_numbers_are_such_as_float32_holds(model):
             kj.Sample(**strategy)
     with pytest.raises(kj.PromptError, match="logit_bias: 3: 1e"):
         model.generate([[1]], logit_bias={3: 1e300})
-    assert g._bias(model, {3: np.float32(99)}, []) == ((3, 99.0),)
+    (options,) = checked(model, logit_bias={3: np.float32(99)})
+    assert options.logit_bias == ((3, 99.0),)
 
 
 def test_options_compile_few_programs(model):
@@ -412,7 +435,7 @@ def test_options_compile_few_programs(model):
     model.generate([[3, 1, 4]], logprobs=4, **SAMPLING)
 
     def others():
-        model.generate([[5]], max_new_tokens=3, stop_tokens=[1, 2, 3], logprobs=3, trip=5)
+        model.generate([[5, 4]], max_new_tokens=3, stop_tokens=[1, 2, 3], logprobs=3, trip=5)
         model.generate([[5, 4]], max_new_tokens=3, stop_tokens=range(8), logprobs=4)
 
     assert compilations(others)[0] == 0
@@ -431,30 +454,30 @@ def test_a_schedule_loses_no_request_starves_none_and_shares_no_slot(work, slots
     """Each request takes so many chunks and so many trips."""
     schedule = Schedule.of(range(len(work)), slots, stages)
     chunks, trips, order, ended, rounds = {}, {}, [], [], 0
-    while schedule.busy:
+    while schedule.is_busy:
         rounds += 1
         for stage, who in schedule.admit():
             chunks[stage] = work[who][0]
             order.append(who)
-        kept = [slot for _, slot in schedule.staged.values()]
+        kept = [slot for _, slot in schedule.prefilling.values()]
         in_place = slots == stages
-        free = schedule.free_slots if in_place else schedule.free_stages
+        free = schedule.free_slots if in_place else schedule.free_prefill_rows
         assert not (schedule.waiting and free and schedule.free_slots)  # beside an empty place
         if in_place:
-            assert list(schedule.staged) == kept
+            assert list(schedule.prefilling) == kept
         else:
-            assert sorted([*schedule.staged, *free]) == list(range(stages))
-        taken = kept + list(schedule.running) + schedule.free_slots
+            assert sorted([*schedule.prefilling, *free]) == list(range(stages))
+        taken = kept + list(schedule.decoding) + schedule.free_slots
         assert sorted(taken) == list(range(slots))
-        for stage in list(schedule.staged):
+        for stage in list(schedule.prefilling):
             chunks[stage] -= 1
             if not chunks[stage]:
-                who = schedule.staged[stage][0]
+                who = schedule.prefilling[stage][0]
                 trips[schedule.begin(stage)] = [who, work[who][1]]
         later = copy.deepcopy(schedule)  # as it will be if nobody ends
         later.admit()
-        assert schedule.filling == bool(later.staged)
-        for slot in list(schedule.running):
+        assert schedule.is_filling == bool(later.prefilling)
+        for slot in list(schedule.decoding):
             trips[slot][1] -= 1
             if not trips[slot][1]:
                 assert schedule.end(slot) == trips[slot][0]

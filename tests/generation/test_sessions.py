@@ -166,7 +166,7 @@ def test_a_turn_that_was_left_before_its_first_chunk_has_seen_nothing_new(one, m
     session.generate(ids(20), **EVERY)
     kept, session.tokens = session.tokens, []
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(engine._Engine, "_take_in", interrupt)
+        patch.setattr(engine._Engine, "_prefill", interrupt)
         session.generate(ids(40, 1), **EVERY)
     assert session._seen == []
     session.tokens = kept

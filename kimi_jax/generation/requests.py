@@ -1,0 +1,102 @@
+"""Requests: what is asked of one prompt, and what has come of it so far. Token ids, no text."""
+
+import dataclasses
+import time
+
+from ..runtime.sampling import Greedy, Sample, TokenLogprob
+
+GREEDY = Greedy()
+
+
+@dataclasses.dataclass(frozen=True)
+class Usage:
+    """What one completion took: tokens, and seconds from its first chunk to its last token; others
+    may have run beside it. `cached_tokens` of the prompt came from an earlier state.
+    """
+
+    prompt_tokens: int
+    generated_tokens: int
+    prefill_seconds: float
+    decode_seconds: float
+    cached_tokens: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestOptions:
+    """How one prompt is continued, checked and complete; `options.Options` says what each means."""
+
+    sampling: Sample = GREEDY
+    seed: int = 0
+    max_new_tokens: int = 64
+    min_new_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_ids: frozenset[int] = frozenset()
+    logprobs: bool = False
+    top_logprobs: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    """One prompt on its way through the engine.
+
+    It ends with a `finish_reason`: "stop" (a stop id, which is in `stop_id` and not in `tokens`, or
+    whoever reads the tokens called `stop`), "length" (`limit` tokens) or "error" (`error` says
+    which).
+    """
+
+    ids: list[int]
+    options: RequestOptions
+    limit: int  # most tokens of the reply
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
+    sampled: list[int] = dataclasses.field(default_factory=list)  # also behind the reply's end
+    finish_reason: str | None = None
+    error: str | None = None
+    stop_id: int | None = None
+    cached: int = 0  # prompt tokens that were not computed again
+    started_at: float = 0.0  # seconds of `time.perf_counter`
+    prefilled_at: float = 0.0
+    ended_at: float = 0.0
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that may still come."""
+        return self.limit - len(self.tokens)
+
+    def add(self, token: int, usable: bool, logprob: TokenLogprob) -> bool:
+        """Add a sampled token or end the request; whether the token is part of the reply."""
+        if not usable:
+            self.fail("the logits hold NaN, or nothing finite that may be chosen")
+            return False
+        if token in self.options.stop_ids:
+            self.stop_id = token
+            self._end("stop")
+            return False
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        if not self.remaining:
+            self._end("length")
+        return True
+
+    def stop(self, count: int) -> None:
+        """End it after its first `count` tokens, whatever has come behind them."""
+        del self.tokens[count:], self.logprobs[count:]
+        self.stop_id, self.error = None, None
+        self._end("stop")
+
+    def fail(self, why: str) -> None:
+        """End it with an error of its own."""
+        self.error = why
+        self._end("error")
+
+    def _end(self, reason: str) -> None:
+        self.finish_reason = reason
+        self.ended_at = time.perf_counter()
+
+    def usage(self, count: int) -> Usage:
+        """What it has taken, up to the first `count` tokens of the reply."""
+        prefill = max(0.0, self.prefilled_at - self.started_at)
+        until = self.ended_at or time.perf_counter()
+        decode = max(0.0, until - self.prefilled_at) if self.prefilled_at else 0.0
+        return Usage(len(self.ids), count, prefill, decode, self.cached)

@@ -1,0 +1,53 @@
+"""What each row of a batch samples with and how far it has come, as arrays on the devices."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The requests that decode, a row each: it goes through a loop of steps and changes with them.
+
+    The static fields hold for all rows, so that few programs are compiled; what a row asks for is
+    in arrays.
+    """
+
+    active: Bool[Array, " B"]  # rows that go on
+    remaining: Int[Array, " B"]  # tokens that each may still bring
+    seeds: Int[Array, " B"]
+    counts: Int[Array, " B"]  # tokens that each has brought
+    temperature: Float[Array, " B"]  # 0: the best token
+    top_k: Int[Array, " B"]  # 0: all
+    top_p: Float[Array, " B"]
+    min_p: Float[Array, " B"]
+    repetition_penalty: Float[Array, " B"]
+    min_new_tokens: Int[Array, " B"]
+    stop_ids: Int[Array, "B M"]  # ids that end a row; -1: none
+    bias: Float[Array, "B Z"] | None  # added to logits; None: no row has any
+    seen: Bool[Array, "B Z"] | None  # ids that prompt or reply hold; None: no row has a penalty
+    top_logprobs: int = dataclasses.field(metadata={"static": True})  # best tokens to report
+    draws: bool = dataclasses.field(metadata={"static": True})  # some row has a temperature
+    masks_stops: bool = dataclasses.field(metadata={"static": True})  # some row has min_new_tokens
+    steps_per_call: int = dataclasses.field(metadata={"static": True})  # most steps of a loop
+
+    def after(self, ids: Int[Array, " B"], usable: Bool[Array, " B"]) -> "Rows":
+        """The rows once these tokens were sampled: one that is not `usable`, a stop id or the last
+        of its row ends the row.
+        """
+        stopped = jnp.any(ids[:, None] == self.stop_ids, axis=1)
+        count = self.active.astype(jnp.int32)
+        seen = self.seen
+        if seen is not None:
+            batch = jnp.arange(len(ids), dtype=jnp.int32)
+            seen = seen.at[batch, ids].set(seen[batch, ids] | self.active)
+        return dataclasses.replace(
+            self,
+            active=self.active & usable & ~stopped & (self.remaining > 1),
+            remaining=self.remaining - count,
+            counts=self.counts + count,
+            seen=seen,
+        )
