@@ -14,60 +14,52 @@ Program.step (jit, shard_map) -> Kimi -> Stack -> Layer [mix -> KDA | MLA -> mix
 norm, head -> sample -> TextBuilder.
 """
 
-from .api import Model, load
-from .config.config import Config
-from .errors import (
-    ChatError,
-    CheckpointError,
-    ConfigError,
-    PlacementError,
-    PromptError,
-    RequestError,
-    TokenizerError,
-)
-from .generation.chat import ChatStream, Reply
-from .generation.generate import Completion, Event
-from .generation.prefix_cache import CacheStats, PrefixCache
-from .generation.requests import Usage
-from .generation.sessions import Session
-from .parallel.mesh import make_mesh
-from .parallel.placement import Placement
-from .parallel.reductions import copy_engine_flags
-from .runtime.memory import Plan, plan
-from .runtime.reshard import load_state, move
-from .runtime.sampling import Greedy, Sample, TokenLogprob
-from .text.reply_parser import ChatEvent
-from .text.tool_calls import ToolCall
+import importlib
+from typing import Any
 
-__all__ = [
-    "CacheStats",
-    "ChatError",
-    "ChatEvent",
-    "ChatStream",
-    "CheckpointError",
-    "Completion",
-    "Config",
-    "ConfigError",
-    "Event",
-    "Greedy",
-    "Model",
-    "Placement",
-    "PlacementError",
-    "Plan",
-    "PrefixCache",
-    "PromptError",
-    "Reply",
-    "RequestError",
-    "Sample",
-    "Session",
-    "TokenLogprob",
-    "TokenizerError",
-    "ToolCall",
-    "Usage",
-    "copy_engine_flags",
-    "load",
-    "load_state",
-    "make_mesh",
-    "move",
-    "plan",
-]
+_MODULES = {  # public name: the module that holds it
+    "CacheStats": "generation.prefix_cache",
+    "ChatError": "errors",
+    "ChatEvent": "text.reply_parser",
+    "ChatStream": "generation.chat",
+    "CheckpointError": "errors",
+    "Completion": "generation.generate",
+    "Config": "config.config",
+    "ConfigError": "errors",
+    "Event": "generation.generate",
+    "Greedy": "runtime.sampling",
+    "Model": "api",
+    "Placement": "parallel.placement",
+    "PlacementError": "errors",
+    "Plan": "runtime.memory",
+    "PrefixCache": "generation.prefix_cache",
+    "PromptError": "errors",
+    "Reply": "generation.chat",
+    "RequestError": "errors",
+    "Sample": "runtime.sampling",
+    "Session": "generation.sessions",
+    "TokenLogprob": "runtime.sampling",
+    "TokenizerError": "errors",
+    "ToolCall": "text.tool_calls",
+    "Usage": "generation.requests",
+    "copy_engine_flags": "parallel.reductions",
+    "load": "api",
+    "load_state": "runtime.reshard",
+    "make_mesh": "parallel.mesh",
+    "move": "runtime.reshard",
+    "plan": "runtime.memory",
+}
+__all__ = list(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, imported when it is first asked for: importing the package costs nothing."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
