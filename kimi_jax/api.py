@@ -14,6 +14,7 @@ from .config.config import Config
 from .errors import shown
 from .generation.chat import ChatStream, Reply, chat
 from .generation.generate import Completion, Event, generate, stream
+from .generation.options import method_of
 from .generation.prompts import TextRunner
 from .generation.sessions import Session
 from .model.state import Forms
@@ -31,16 +32,17 @@ class Model(TextRunner):
     `generate`, `stream` and `chat`.
     """
 
+    @method_of(generate)
     def generate(self, prompts: Any, **options: Any) -> list[Completion]:
-        """Continue each prompt; see `kimi_jax.generation.generate.generate` for the options."""
+        """Text or ids that continue prompts."""
         return generate(self, prompts, **options)
 
+    @method_of(stream)
     def stream(self, prompt: Any, **options: Any) -> Iterator[Event]:
-        """Continue one prompt, yielding events as text is made; see
-        `kimi_jax.generation.generate.stream`.
-        """
+        """Text or ids that continue one prompt, as they come."""
         return stream(self, prompt, **options)
 
+    @method_of(chat)
     def chat(
         self,
         messages: Any,
@@ -49,9 +51,7 @@ class Model(TextRunner):
         stream: bool = False,
         **options: Any,
     ) -> Reply | ChatStream:
-        """Reply to a conversation, at once or as a stream of events; see
-        `kimi_jax.generation.chat.chat` for messages, tools and options.
-        """
+        """A turn of a conversation."""
         return chat(self, messages, tools, thinking, stream, **options)
 
     def session(self, max_length: int | None = None) -> Session:

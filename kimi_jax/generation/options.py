@@ -234,6 +234,24 @@ def described(**defaults: Any) -> Callable[[Callable], Callable]:
     return decorate
 
 
+def method_of(function: Callable, without: tuple[str, ...] = ()) -> Callable[[Callable], Callable]:
+    """Decorates a method that hands its arguments on to a function, with itself or its model as the
+    first: it has the function's help, but for the parameters `without`.
+    """
+
+    def decorate(method: Callable) -> Callable:
+        signature = inspect.signature(function)
+        first, *rest = signature.parameters.values()
+        kept = [p for p in rest if p.name not in without]
+        method.__signature__ = signature.replace(  # pyright: ignore
+            parameters=[first.replace(name="self", annotation=inspect.Parameter.empty), *kept]
+        )
+        method.__doc__ = f"{inspect.getdoc(method)}\n\n{inspect.getdoc(function)}"
+        return method
+
+    return decorate
+
+
 def option_help(name: str) -> str:
     """What the list of options says of one, on one line."""
     text = inspect.getdoc(Options) or ""

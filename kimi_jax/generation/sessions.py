@@ -5,6 +5,7 @@ from typing import Any
 
 from .chat import ChatStream, Reply, chat
 from .generate import Completion, Event, generate, stream
+from .options import method_of
 from .prompts import TextRunner
 from .session_state import SessionState
 
@@ -23,16 +24,17 @@ class Session(SessionState):
         super().__init__(model, max_length)
         self.model: TextRunner = model
 
+    @method_of(generate, without=("session",))
     def generate(self, prompt: str | Sequence[int], **options: Any) -> Completion:
-        """Continue the conversation with more text or ids, and a reply; options as in
-        `kimi_jax.generation.generate.generate`.
-        """
+        """Continue the conversation with more text or ids, and a reply."""
         return generate(self.model, [prompt], session=self, **options)[0]
 
+    @method_of(stream, without=("session",))
     def stream(self, prompt: str | Sequence[int], **options: Any) -> Iterator[Event]:
         """`generate` as a stream; what was yielded is what the conversation goes on from."""
         return stream(self.model, prompt, session=self, **options)
 
+    @method_of(chat, without=("session",))
     def chat(self, messages: Any, *more: Any, **options: Any) -> Reply | ChatStream:
         """`Model.chat` of a whole conversation, of which what the state has seen is not computed
         again.
