@@ -11,7 +11,8 @@ from ..text.chat_format import Markup, render
 from ..text.reply_parser import ChatEvent, ReplyParser
 from ..text.tool_calls import ToolCall
 from .generate import start
-from .options import Options, described, ids_of
+from .option_checks import ids_of
+from .options import Options, described
 from .prefix_cache import PrefixCache
 from .prompts import TextRunner
 from .requests import Usage

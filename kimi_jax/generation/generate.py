@@ -14,6 +14,7 @@ from ..runtime.sampling import TokenLogprob
 from ..text.stops import TextBuilder
 from ..text.tokenizer import Tokenizer
 from .engine import SLOTS, STEPS_PER_CALL, Report, RunOptions, run
+from .option_checks import request_options
 from .options import Options, described
 from .prefix_cache import PrefixCache
 from .prompts import Prompt, TextRunner, as_list, encode
@@ -177,7 +178,7 @@ def _prepare(
         _check_owners(model, cache, session, len(given), problems)
         is_sound = isinstance(session, SessionState) and not is_conversation
         encoded = encode(model, given, session.tokens if is_sound else (), problems)
-        each = options.for_prompts(model, len(given), problems)
+        each = request_options(options, model, len(given), problems)
         if problems:
             raise PromptError("\n".join(problems))
         return encoded, each

@@ -1,0 +1,51 @@
+"""Which request holds which slot."""
+
+import copy
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kimi_jax.generation.schedule import Schedule
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 5), st.integers(1, 9)), max_size=30),
+    st.integers(1, 5),
+    st.integers(1, 3),
+)
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_a_schedule_loses_no_request_starves_none_and_shares_no_slot(work, slots, stages):
+    """Each request takes so many chunks and so many trips."""
+    schedule = Schedule.of(range(len(work)), slots, stages)
+    chunks, trips, order, ended, rounds = {}, {}, [], [], 0
+    while schedule.is_busy:
+        rounds += 1
+        for stage, who in schedule.admit():
+            chunks[stage] = work[who][0]
+            order.append(who)
+        kept = [slot for _, slot in schedule.prefilling.values()]
+        in_place = slots == stages
+        free = schedule.free_slots if in_place else schedule.free_prefill_rows
+        assert not (schedule.waiting and free and schedule.free_slots)  # beside an empty place
+        if in_place:
+            assert list(schedule.prefilling) == kept
+        else:
+            assert sorted([*schedule.prefilling, *free]) == list(range(stages))
+        taken = kept + list(schedule.decoding) + schedule.free_slots
+        assert sorted(taken) == list(range(slots))
+        for stage in list(schedule.prefilling):
+            chunks[stage] -= 1
+            if not chunks[stage]:
+                who = schedule.prefilling[stage][0]
+                trips[schedule.begin(stage)] = [who, work[who][1]]
+        later = copy.deepcopy(schedule)  # as it will be if nobody ends
+        later.admit()
+        assert schedule.is_filling == bool(later.prefilling)
+        for slot in list(schedule.decoding):
+            trips[slot][1] -= 1
+            if not trips[slot][1]:
+                assert schedule.end(slot) == trips[slot][0]
+                ended.append(trips[slot][0])
+        assert rounds <= sum(sum(one) for one in work)
+    assert order == list(range(len(work)))
+    assert sorted(ended) == order
