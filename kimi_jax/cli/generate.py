@@ -131,9 +131,11 @@ def _compile(model: Any, ids: list[int], settings: dict[str, Any]) -> None:
 
     Each width of prompt piece runs once on its own, with room for as many tokens in all.
     """
-    total = len(ids) + settings["max_new_tokens"]
+    total = min(len(ids) + settings["max_new_tokens"], model.config.max_positions)
     for width in {min(model.chunk, len(ids) - at) for at in range(0, len(ids), model.chunk)}:
-        room = {**settings, "max_new_tokens": total - width}
+        longest = total - width
+        fewest = min(settings["min_new_tokens"], longest)
+        room = {**settings, "max_new_tokens": longest, "min_new_tokens": fewest}
         for _ in itertools.islice(model.stream(ids[:width], **room), 2):
             pass
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CommandError, shown
+from ..generation.options import option_help
 
 SHIPPED = Path(__file__).parents[1] / "shipped"
 LARGEST = 2**31 - 1  # of a whole number: int32 holds it
@@ -18,17 +19,7 @@ MOST_DEVICES = 1024  # that JAX simulates in one process within seconds
 DTYPES = ("float32", "bfloat16", "float64")
 MOST_GIGABYTES = 1e9  # of a device: above any
 SHIPPED_MODEL = "the small trained model of the package"
-HELP = {
-    "temperature": "divide the logits by T before sampling; 0 is greedy decoding",
-    "top-p": "nucleus sampling: the smallest set of tokens with a total probability of P",
-    "top-k": "sample from the K most probable tokens (0: all)",
-    "min-p": "drop tokens less than P times as probable as the most probable one (0: none)",
-    "penalty": "make tokens used before less likely: divide their logits by R (1: no change)",
-    "min-new-tokens": "no stop token or stop string ends a reply before N tokens (0)",
-    "seed": "seed of the random generator: the same seed gives the same tokens (0)",
-    "stop": "stop string, not part of the reply; may be repeated",
-    "dtype": "type of weights and activations",
-}
+HELP = {"dtype": "type of weights and activations"}
 
 
 def add_command(
@@ -80,18 +71,36 @@ def add_sampling(
 ) -> None:
     """How tokens are sampled and where a reply ends, with the defaults of a command."""
     add = command.add_argument_group("sampling").add_argument
-    help_new = f"most tokens to generate ({max_new_tokens})"
+    help_new = f"{option_help('max_new_tokens')} ({max_new_tokens})"
     add("--max-new-tokens", type=positive, default=max_new_tokens, metavar="N", help=help_new)
-    help_temperature = f"{HELP['temperature']} ({temperature:g})"
+    help_temperature = f"{option_help('temperature')} ({temperature:g})"
     add("--temperature", type=number, default=temperature, metavar="T", help=help_temperature)
-    help_top_p = f"{HELP['top-p']} ({top_p:g}{'; 1: all' if top_p < 1 else ': all'})"
+    help_top_p = f"{option_help('top_p')} ({top_p:g})"
     add("--top-p", type=number, default=top_p, metavar="P", help=help_top_p)
-    add("--top-k", type=whole(0), default=0, metavar="K", help=HELP["top-k"])
-    add("--min-p", type=number, default=0.0, metavar="P", help=HELP["min-p"])
-    add("--repetition-penalty", type=number, default=1.0, metavar="R", help=HELP["penalty"])
-    add("--min-new-tokens", type=whole(0), default=0, metavar="N", help=HELP["min-new-tokens"])
-    add("--seed", type=whole(0), default=0, metavar="N", help=HELP["seed"])
-    add("--stop", action="append", type=stop_text, metavar="TEXT", help=HELP["stop"])
+    add("--top-k", type=whole(0), default=0, metavar="K", help=option_help("top_k"))
+    add("--min-p", type=number, default=0.0, metavar="P", help=option_help("min_p"))
+    add(
+        "--repetition-penalty",
+        type=number,
+        default=1.0,
+        metavar="R",
+        help=option_help("repetition_penalty"),
+    )
+    add(
+        "--min-new-tokens",
+        type=whole(0),
+        default=0,
+        metavar="N",
+        help=option_help("min_new_tokens"),
+    )
+    add("--seed", type=whole(0), default=0, metavar="N", help=option_help("seed"))
+    add(
+        "--stop",
+        action="append",
+        type=stop_text,
+        metavar="TEXT",
+        help=option_help("stop") + "; may be repeated",
+    )
     help_dtype = f"{HELP['dtype']} (float32 on CPU, else bfloat16)"
     command.add_argument("--dtype", choices=DTYPES, help=help_dtype)
 

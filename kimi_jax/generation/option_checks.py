@@ -27,7 +27,7 @@ def request_options(
     }
     requests = [
         _checked(model, {name: column[i] for name, column in columns.items()}, found)
-        for i in range(count if not found else 0)
+        for i in range(count)
     ]
     problems += dict.fromkeys(found)  # one value for all prompts is wrong once
     return requests
@@ -45,6 +45,7 @@ def _values(name: str, value: Any, count: int, problems: list[str]) -> list[Any]
         problems.append(
             f"{name} must be one value, or one for each of the {count} prompts; got {shown(value)}"
         )
+        return [getattr(Options(), name)] * count
     return values
 
 
@@ -72,7 +73,9 @@ def _checked(model: TextRunner, given: dict[str, Any], problems: list[str]) -> R
     found: list[str] = []
     longest, fewest = given["max_new_tokens"], given["min_new_tokens"]
     if not is_whole(longest, 1, MAX_WHOLE):
-        found.append(f"max_new_tokens must be a whole number in 1..2^31-1, got {shown(longest)}")
+        found.append(
+            f"max_new_tokens must be a positive whole number, got {shown(longest)} (1 to 2^31-1)"
+        )
     if not is_whole(fewest, 0, MAX_WHOLE) or (is_whole(longest, 1) and fewest > longest):
         found.append(f"min_new_tokens must lie in 0..max_new_tokens, got {shown(fewest)}")
     if not is_whole(given["seed"], 0, MAX_WHOLE):

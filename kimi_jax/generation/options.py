@@ -15,21 +15,20 @@ class Options:
     value a prompt. For `stop` a list of strings is one value, and for `stop_tokens` a list of ids:
     a list with one value a prompt holds lists, or None for a prompt that has the default.
 
-    - `max_new_tokens`: most tokens of the reply.
-    - `min_new_tokens`: fewest tokens of the reply: until then stop ids cannot be chosen, and stop
-      strings that are complete do not count. An earlier end of the context ends it all the same.
-    - `temperature`: divides the logits before a token is drawn; 0 takes the best token.
-    - `top_p`: draw from the fewest best tokens that together have this probability; 1: all.
-    - `top_k`: draw from that many best tokens; 0: all.
-    - `min_p`: draw no token less than this many times as probable as the best one; 0: all.
-    - `repetition_penalty`: divides positive logits of tokens that prompt or reply hold, and
-      multiplies negative ones; 1: none.
+    - `max_new_tokens`: most tokens to generate.
+    - `min_new_tokens`: no stop id and no stop string ends a reply before this many tokens; the end
+      of the context does.
+    - `temperature`: divides the logits before sampling; 0 is greedy decoding.
+    - `top_p`: nucleus sampling: the smallest set of tokens with this total probability; 1: all.
+    - `top_k`: sample from this many most probable tokens; 0: all.
+    - `min_p`: drop tokens less than this many times as probable as the most probable one; 0: none.
+    - `repetition_penalty`: make tokens of prompt and reply less likely: divides their positive
+      logits, multiplies negative ones; 1: no change.
     - `sampling`: `Greedy()` or `Sample(...)` in place of the five options before it.
-    - `seed`: start of the random draws, 0 to 2^31 - 1.
-    - `stop`: a string or strings that end the reply, which are not part of it. The one that is
-      complete first in the text decides, however the text was split into tokens.
-    - `stop_tokens`: ids that end the reply and are not part of it; None: the config's end ids, []:
-      none.
+    - `seed`: seed of the random generator, 0 to 2^31 - 1: the same seed gives the same tokens.
+    - `stop`: stop strings, or one of them, not part of the reply. The one that is complete first in
+      the text decides, however the text was split into tokens.
+    - `stop_tokens`: stop ids, not part of the reply; None: the config's end ids, []: none.
     - `logprobs`: True reports each token's log-probability, a number also that many best tokens.
     - `logit_bias`: numbers that are added to the logits of ids, a mapping from id to number.
     """
