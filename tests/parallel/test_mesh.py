@@ -10,7 +10,7 @@ from models import MESHED, write
 
 import kimi_jax as kj
 from kimi_jax.parallel.mesh import as_mesh, mesh_sizes, shard_counts, sizes_text
-from kimi_jax.runtime.memory import device_memory
+from kimi_jax.runtime.fitting import device_memory
 
 AXES = ("data", "model")
 PROMPTS = [[5, 6, 7, 8], [9, 10]]
