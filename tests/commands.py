@@ -8,6 +8,7 @@ import pytest
 
 import kimi_jax as kj
 from kimi_jax.checkpoint import random_tensors, save_hf
+from kimi_jax.cli import generate
 from kimi_jax.cli import main as cli
 from kimi_jax.text import tokenizer
 
@@ -56,8 +57,9 @@ def model(saved):
 
 
 @pytest.fixture
-def loaded(model, monkeypatch):
+def loaded(model, saved, monkeypatch):
     """Every command of the test gets the one model, which compiles once."""
+    monkeypatch.setattr(generate, "SHIPPED", saved)
     monkeypatch.setattr(kj, "load", lambda path, **options: model)
 
 

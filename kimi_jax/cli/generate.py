@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CommandError, shown
-from .devices import load_model, use_compilation_cache
+from .devices import check_folder, load_model, use_compilation_cache
 from .options import (
     SHIPPED,
     SHIPPED_MODEL,
@@ -63,9 +63,11 @@ def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
     prompts = _prompts(options)
     settings = {**sampling_options(options), "logprobs": options.logprobs or False}
+    is_streamed = len(prompts) == 1 and not (options.json or options.verbose)
+    _check_prompts(options, prompts, is_streamed)
     use_compilation_cache()
     model = load_model(options.model, options)
-    if len(prompts) == 1 and not (options.json or options.verbose):
+    if is_streamed:
         _stream(model, prompts[0], settings)
         return 0
     done = model.generate(prompts, **settings, slots=options.slots, verbose=options.verbose)
@@ -89,9 +91,36 @@ def _prompts(options: argparse.Namespace) -> list[str] | list[list[int]]:
     return [_token_ids(text) for text in texts] if options.tokens else texts
 
 
+def _check_prompts(options: argparse.Namespace, prompts: list, is_streamed: bool) -> None:
+    """Refuse prompts that cannot run, before weights are read."""
+    from ..config.config import Config
+    from ..text.tokenizer import Tokenizer
+
+    check_folder(options.model)
+    config = Config.from_hf(options.model)
+    has_text = Tokenizer.is_in(options.model)
+    if not has_text and (options.stop or not options.tokens):
+        what = "stop strings need" if options.tokens else "prompts of text need"
+        raise CommandError(f"{what} a tokenizer, and this folder has no tokenizer")
+    tokenizer = Tokenizer.from_folder(options.model, config.vocab) if has_text else None
+    for at, prompt in enumerate(prompts):
+        ids = tokenizer.encode(prompt) if tokenizer and isinstance(prompt, str) else prompt
+        beyond = next((token for token in ids if token >= config.vocab), None)
+        if beyond is not None:
+            raise CommandError(
+                f"prompt {at}: {shown(beyond)} is not a token id below the vocabulary of "
+                f"{config.vocab}"
+            )
+        if is_streamed and len(ids) >= config.max_positions:
+            raise CommandError(
+                f"prompt {at} has {len(ids)} tokens: the context of {config.max_positions} leaves "
+                "no room for a reply"
+            )
+
+
 def _token_ids(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
-    if not all(re.fullmatch("[0-9]{1,400}", part) for part in parts if part):
+    if not all(re.fullmatch("[0-9]{1,4000}", part) for part in parts if part):
         raise CommandError(
             f"--tokens takes whole numbers with commas between them, got {shown(text)}"
         )

@@ -143,6 +143,25 @@ def test_device_memories(refused, text):
     refused(("plan", "k3", f"--hbm={text}"), "--hbm: ")
 
 
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (("1,600", "--tokens"), "prompt 0: 600 is not a token id below the vocabulary of 512"),
+        (
+            ("1", f"7,{HUGE}", "--tokens"),
+            "prompt 1: a whole number of 1,329 bits is not a token id",
+        ),
+        (("a " * 70_000,), "the context of 65536 leaves no room for a reply"),
+        (("", "a"), "prompt 0 is empty"),
+        (("-",), "standard input"),
+    ],
+    ids=["id", "huge id", "long", "empty", "closed"],
+)
+def test_prompts_are_checked_before_weights_are_read(refused, monkeypatch, words, message):
+    monkeypatch.setattr("sys.stdin", None)
+    refused(("generate", *words), message)
+
+
 def test_more_tokens_at_least_than_at_most(refused):
     words = ("generate", "a", "--min-new-tokens", 9, "--max-new-tokens", 8)
     refused(words, "--min-new-tokens 9 is more than --max-new-tokens 8")
