@@ -133,24 +133,40 @@ def test_an_extra_row_of_zeros_only_rescales(rng):
     close(extra, plain * factor[:, None], MIX)
 
 
-@pytest.mark.parametrize("layer, rows", [(1, 1), (2, 1), (12, 1), (13, 2), (24, 2), (25, 3)])
-def test_the_bank_of_a_layer_holds_every_block_begun(layer, rows):
-    """Counted from 1, blocks of 12: the MLP mixes bank and sum, attention what was before."""
+def run_layer(number, x, bank):
+    """Layer `number`, counted from 1, of 25 dense KDA layers in blocks of 12: the next bank and the
+    weights of its two mixtures.
+    """
     config = small_config(layers=25, residual_block=12, mla_layers=(), dense_layers=25)
-    module = filled(Layer(config, jnp.float32, layer - 1, quantization=PLAIN))
-    x, bank = (jnp.ones(s, jnp.float32) for s in ((2, D), (config.bank_rows, 2, D)))
+    module = filled(Layer(config, jnp.float32, number - 1, quantization=PLAIN))
     state, step = oracles.fresh_kda(config, 1, "float32"), oracles.step_of([0], [2], 2)
     state = jax.tree.map(jnp.asarray, state)
 
     def call(x, bank):
-        return module(x, bank, state, step, layer - 1)[3]
+        _, bank, _, mixtures = module(x, bank, state, step, number - 1)
+        return bank, *mixtures
 
     for axis in (MODEL, DATA):
-        call = jax.vmap(call, axis_name=axis, axis_size=1, in_axes=None)
-    attention, mlp = jax.eval_shape(call, x, bank)
+        call = jax.vmap(call, axis_name=axis, axis_size=1, in_axes=None, out_axes=None)
+    return quick_jit(call)(x, bank)
+
+
+@pytest.mark.parametrize("layer, rows", [(1, 1), (2, 1), (12, 1), (13, 2), (24, 2), (25, 3)])
+def test_the_bank_of_a_layer_holds_every_block_begun(rng, layer, rows):
+    """A layer that begins a block adds the sum before it as the next row; all else stays. Attention
+    mixes the rows before that, the MLP those after.
+    """
+    x, bank = (random(rng, *shape, dtype="float32") for shape in ((2, D), (3, 2, D)))
+    after, attention, mlp = run_layer(layer, x, bank)
     begins = (layer - 1) % 12 == 0
-    assert attention.shape[2:] == (rows - begins + 1, 2)
-    assert mlp.shape[2:] == (rows + 1, 2)
+    expected = bank.copy()
+    if begins:
+        expected[rows - 1] = x
+    np.testing.assert_array_equal(after, expected)
+    assert attention.shape == (rows - begins + 1, 2) and mlp.shape == (rows + 1, 2)
+    for weights in (attention, mlp):
+        np.testing.assert_allclose(weights.sum(0), 1, atol=1e-6)
+        assert (weights > 0).all()
 
 
 @pytest.mark.parametrize("traced", [False, True])

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 from devices import free_address
-from models import MESHED, ODD, compilations, prompts, write
+from models import FAMILY, MESHED, ODD, compilations, prompts, write
 from tolerances import EXACT, LOGITS, NEAR
 
 import kimi_jax as kj
@@ -31,13 +31,13 @@ from kimi_jax.runtime.program import make_program
 
 P, BOTH = kj.Placement, ("data", "model")
 ALL = ("heads", "experts", "vocab", "dense", "shared")
+CONFIGS = {"meshed": MESHED, "odd": ODD, "family": FAMILY}
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     base = tmp_path_factory.mktemp("models")
-    named = {"meshed": MESHED, "odd": ODD}
-    return lambda name: write(named[name], base / name)
+    return lambda name: write(CONFIGS[name], base / name)
 
 
 # Equal to one device
@@ -57,6 +57,9 @@ RUNS = [
     ("odd", (2, 4), P(pad=ALL, keys="helix", helix_block=2, exchange="values", shared="sliced")),
     ("meshed", (1, 4), P(rows="sliced", prefill_reduce="ring_fp32", prefill_ring_rows=1)),
     ("meshed", (2, 4), P(rows="sliced", shared="sliced", latent="sharded", expert_axes=BOTH)),
+    # softplus decay, low-rank gate, softmax router, tied head, two shared experts
+    ("family", (1, 4), P(pad=ALL, rows="sliced", experts="local")),
+    ("family", (2, 3), P(pad=ALL, expert_axes=BOTH, latent="sharded")),
 ]
 
 
@@ -85,11 +88,45 @@ def one_device(folders):
 @pytest.mark.parametrize("name, mesh, place", RUNS, ids=str)
 def test_every_placement_equals_one_device(folders, one_device, name, mesh, place):
     """Prefill, decode and padded batches in float64; 3 rows over 2 and 4 data ranks."""
-    config = {"meshed": MESHED, "odd": ODD}[name]
+    config = CONFIGS[name]
     model = kj.load(folders(name), kj.make_mesh(*mesh), place, dtype="float64")
     got = run(model, config)
     assert got.shape == (3, 3, config.vocab)
     np.testing.assert_allclose(got, one_device(name, config), atol=EXACT, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        P(),
+        P(rows="sliced"),
+        P(rows="sliced", shared="sliced", experts="local", latent="sharded"),
+        P(rows="sliced", keys="helix", helix_block=4),
+    ],
+    ids=["full", "sliced", "sliced local", "sliced helix"],
+)
+def test_nan_in_padding_reaches_no_other_row(folders, place):
+    """Padding is computed as token 0. With NaN for its embedding, all rows of padding are NaN from
+    the first layer on, and the rest keep their bits: 3 rows of 21 tokens over four ranks.
+    """
+    model = kj.load(folders("meshed"), kj.make_mesh(model=4), place, dtype="float32")
+    ids, lengths = prompts(MESHED, LENGTHS)
+    ids = np.maximum(ids, 1)
+
+    def results(embedding):
+        weights = model.weights | {("embed",): embedding}
+        changed = dataclasses.replace(model, weights=weights)
+        logits, state = changed.prefill(changed.new_state(3, 64), ids, lengths)
+        after, _ = changed.decode(state, [5, 6, 7])
+        whole = np.asarray(changed.logits(ids, lengths))
+        tokens = [row[:n] for row, n in zip(whole, lengths, strict=True)]
+        return [np.asarray(logits), np.asarray(after), np.concatenate(tokens)]
+
+    embedding = model.weights["embed",]
+    poisoned = embedding.at[0].set(jnp.nan)
+    for found, expected in zip(results(poisoned), results(embedding), strict=True):
+        assert np.isfinite(expected).all()
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_any_number_of_rows_over_four_ranks_equals_one_device(folders):
