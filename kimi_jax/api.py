@@ -17,7 +17,7 @@ from .generation.generate import Completion, Event, generate, stream
 from .generation.options import method_of
 from .generation.prompts import TextRunner
 from .generation.sessions import Session
-from .model.state import Forms
+from .model.implementations import Forms
 from .numerics import is_whole
 from .parallel.mesh import as_mesh
 from .parallel.placement import Placement, as_placement

@@ -32,8 +32,8 @@ from jax.sharding import AxisType, Mesh
 
 import kimi_jax as kj
 from kimi_jax.cli.measure import compile_step
+from kimi_jax.model.implementations import Forms
 from kimi_jax.model.mxfp4 import expert_quantization
-from kimi_jax.model.state import Forms
 from kimi_jax.parallel.mesh import DATA, MODEL
 from kimi_jax.runtime.program import make_program
 

@@ -20,7 +20,7 @@ from book import BATCH, BOOK, SHIPPED, WINDOW, split, windows
 from jax.sharding import Mesh
 
 import kimi_jax as kj
-from kimi_jax.model.state import DEFINITIONS, Forms
+from kimi_jax.model.implementations import DEFINITIONS, Forms
 
 
 def nats(model: kj.Model, ids: list[int]) -> float:

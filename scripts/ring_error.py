@@ -39,7 +39,7 @@ from jax.sharding import PartitionSpec
 
 import kimi_jax as kj
 from kimi_jax import make_mesh
-from kimi_jax.model.state import Forms
+from kimi_jax.model.implementations import Forms
 from kimi_jax.parallel import collectives
 from kimi_jax.parallel.collectives import all_reduce
 from kimi_jax.parallel.reductions import Reduction, emulate

@@ -16,9 +16,11 @@ from jax.sharding import PartitionSpec
 from kimi_jax.config.config import Config
 from kimi_jax.model import mxfp4
 from kimi_jax.model.experts import Experts
+from kimi_jax.model.implementations import Forms
 from kimi_jax.model.layers import Expert
 from kimi_jax.model.mla import MLA
-from kimi_jax.model.state import Forms, KDAState, MLAState, Step, cache_dtype
+from kimi_jax.model.state import KDAState, MLAState, cache_dtype
+from kimi_jax.model.step import Step
 from kimi_jax.numerics import at_least_float32
 from kimi_jax.parallel.mesh import make_mesh
 
@@ -347,7 +349,7 @@ def step_with(active, step: Step) -> Step:
     """The step of one request, of whose tokens only some are there."""
     positions = jnp.arange(len(active), dtype=jnp.int32)[None]
     sliced = step.place.rows == "sliced"
-    return dataclasses.replace(step, positions=positions, valid=active[None], sliced=sliced)
+    return dataclasses.replace(step, positions=positions, valid=active[None], is_sliced=sliced)
 
 
 def of_type(x, dtype):

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
 from ..api import Model
@@ -27,12 +27,13 @@ from ..generation.engine import capacity
 from ..model.decoder import Stack, build, declare
 from ..model.mla import MLA
 from ..model.mxfp4 import MXFP4, expert_quantization
-from ..model.state import STATE_DIMS, State, Step, home_of
+from ..model.state import STATE_DIMS, State, home_of
 from ..parallel.collectives import all_reduce
-from ..parallel.mesh import DATA, MODEL
+from ..parallel.on_mesh import BY_MODEL_RANK, model_ranks, on_model_ranks
 from ..parallel.placement import Placement
 from ..parallel.processes import to_device
 from ..parallel.reductions import Reduction, traffic
+from ..runtime.model_on_mesh import BY_ROW, STATE, WEIGHTS
 from ..runtime.program import Program, default_dtype, make_program
 
 Row = tuple[str | int | float, ...]
@@ -180,25 +181,25 @@ def _noisy(state: State) -> State:
 
 def _selection(model: Model, B: int, T: int) -> Callable[[State], list]:
     """What a step of T tokens a row does to select keys, in all its layers, for tokens of noise."""
-    program, rows = model.program, PartitionSpec(DATA)
+    program = model.program
 
     def one(weights: dict, state: State, x: Array, latent: Array) -> list:
         lengths = jnp.full_like(state.length, T)
-        step = Step.of(state.length, lengths, T, program.forms, program.place, program.sizes)
+        step = program.step_info(state.length, lengths, T, kind="decode" if T == 1 else "prefill")
         return [
             layer.select(x, latent, held, dataclasses.replace(step, group=group))
-            for stack, states in zip(program._merge(weights).stacks, state.layers, strict=True)
+            for stack, states in zip(program.merge(weights).stacks, state.layers, strict=True)
             for layer, held, group in _selecting(stack, states)
         ]
 
     @jax.jit
     def whole(weights: dict, state: State, x: Array, latent: Array) -> list:
-        specs = program.state_specs(state.max_length)
-        return program._shard(one, (specs, rows, rows), rows)(weights, state, x, latent)
+        inputs = (WEIGHTS, STATE, BY_ROW, BY_ROW)
+        return program.shard(one, inputs, BY_ROW)(weights, state, x, latent)
 
-    rng, sharding = np.random.default_rng(0), NamedSharding(model.mesh, rows)
+    rng = np.random.default_rng(0)
     x, latent = (
-        to_device(rng.standard_normal((B, T, width), np.float32).astype(model.dtype), sharding)
+        model.place_rows(rng.standard_normal((B, T, width), np.float32).astype(model.dtype))
         for width in (model.config.hidden, model.config.q_rank)
     )
     return lambda state: whole(model.weights, state.bare(), x, latent)
@@ -248,8 +249,8 @@ def compile_step(program: Program, B: int, T: int, slots: int) -> tuple[Any, dic
     """A whole step of B rows, completed over the data ranks, and T tokens, compiled from shapes,
     and the seconds of each stage. No weight exists.
     """
-    B = -(-B // program.sizes[DATA]) * program.sizes[DATA]
-    rows = NamedSharding(program.mesh, PartitionSpec(DATA))
+    B = program.padded_rows(B)
+    rows = NamedSharding(program.mesh, BY_ROW)
     ids = jax.ShapeDtypeStruct((B, T), jnp.int32, sharding=rows)
     lengths = jax.ShapeDtypeStruct((B,), jnp.int32, sharding=rows)
     times = [time.perf_counter()]
@@ -268,7 +269,7 @@ def by_turns(config: Config, models: Sequence[Model]) -> Iterator[Row]:
     the ratio of both.
     """
     for rows in STEP_ROWS:
-        B = rows * models[0].program.sizes[DATA]
+        B = rows * models[0].data_ranks
         token = np.arange(B) % config.vocab
         states = [model.new_state(B, 128) for model in models]
         seconds: list[list[float]] = [[], []]
@@ -328,13 +329,14 @@ def reductions(width: int, mesh: Mesh, dtype: str | None) -> Iterator[Row]:
     """The time of each way to complete partial sums [rows, width] over the model ranks, in turns,
     beside that of `sum`, and the bytes that a rank sends for it.
     """
-    n, number = mesh.shape[MODEL], dtype or default_dtype()
+    n = model_ranks(mesh)
+    number = dtype or default_dtype()
     ways = [Reduction(name) for name in ("sum", "two_shot", "ring_fp32")]
     ways += [Reduction("ring_bf16", pieces) for pieces in REDUCE_PIECES]
     reduce = [_reduction(how, mesh) for how in ways]
     for rows in REDUCE_ROWS:
         partials = jax.random.normal(jax.random.key(0), (n * rows, width), number)
-        partials = jax.device_put(partials, NamedSharding(mesh, PartitionSpec(MODEL)))
+        partials = jax.device_put(partials, NamedSharding(mesh, BY_MODEL_RANK))
         rounds = [[_timed(one, partials)[0] for one in reduce] for _ in range(REPEATS + 1)]
         times = [1000 * statistics.median(of) for of in zip(*rounds[1:], strict=True)]
         for how, ms in zip(ways, times, strict=True):
@@ -344,9 +346,7 @@ def reductions(width: int, mesh: Mesh, dtype: str | None) -> Iterator[Row]:
 
 def _reduction(how: Reduction, mesh: Mesh) -> Callable:
     """The partials of all ranks, one below the other -> the sums of all ranks alike."""
-    spec = PartitionSpec(MODEL)
-    run = lambda partial: all_reduce(partial, how)  # noqa: E731
-    return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    return on_model_ranks(mesh, lambda partial: all_reduce(partial, how))
 
 
 def ring_from(rows: Sequence[Row]) -> tuple[int, int] | None:

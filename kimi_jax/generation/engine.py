@@ -206,7 +206,7 @@ class _Engine:
         """A prompt is complete: it decodes from now on."""
         slot = self.schedule.begin(row)
         if not self.in_place:
-            self.slots = self.runner.program.transfer(self.prefill_rows, row, self.slots, slot)
+            self.slots = self.runner.program.move_row(self.prefill_rows, row, self.slots, slot)
         if self.options.session:
             self.options.session.mark(self.slots, len(request.ids))
         request.prefilled_at = time.perf_counter()
@@ -217,7 +217,7 @@ class _Engine:
         most = max(request.remaining for request in decoding.values())
         # One step while prompts wait: so that slots fill up first.
         steps = 1 if self.schedule.is_filling else min(self.options.steps_per_call, most)
-        self.pending, self.slots = self.runner.program.trip(
+        self.pending, self.slots = self.runner.program.decode_steps(
             self.runner.weights, self.slots, self.batch.rows(decoding), steps
         )
         ids, usable, chosen, best_ids, best = map(to_host, self.pending)

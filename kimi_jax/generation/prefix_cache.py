@@ -66,7 +66,7 @@ class ChunkTree:
         return chain
 
     def add(self, ids: Sequence[int], copy: Callable[[int], Any]) -> None:
-        """Keep the last chunk of `ids`, which are full chunks: `copy` of the position where it
+        """Keep the last chunk of `ids`, which are whole chunks: `copy` of the position where it
         begins, unless it is here already. The chunks before it must be here; where one had to make
         room, nothing is kept.
         """
@@ -170,7 +170,7 @@ class PrefixCache:
         """
         chain, size = self._tree.lookup(ids), self.model.chunk
         for i, chunk in enumerate(chain):
-            state = self.model.program.put(state, row, chunk.copy, i * size)
+            state = self.model.program.restore_row(state, row, chunk.copy, i * size)
         self._lookups += 1
         self._hits += bool(chain)
         self._tokens += len(chain) * size
@@ -178,5 +178,5 @@ class PrefixCache:
 
     def add(self, state: State, row: int, ids: Sequence[int]) -> None:
         """Keep what a row has seen: `ids`, full chunks."""
-        copy = lambda first: self.model.program.take(state, row, first, self._width)  # noqa: E731
+        copy = lambda first: self.model.program.copy_row(state, row, first, self._width)  # noqa: E731
         self._tree.add(ids, copy)

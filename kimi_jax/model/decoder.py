@@ -28,7 +28,8 @@ from .mla import MLA
 from .moe import MoE
 from .mxfp4 import Quantization
 from .residual import Mix, push
-from .state import KDAState, MLAState, State, Step, cache_dtype
+from .state import KDAState, MLAState, State, cache_dtype
+from .step import Step
 
 Read = Callable[[str, tuple[slice, ...]], np.ndarray]
 
@@ -62,16 +63,16 @@ class Layer(nnx.Module):
         with jax.named_scope("attention"):
             h, mixed = self.attention_residual(x, bank, count)
             x, bank, count = push(x, bank, count, index % block == 0)
-            rows = step.enter(rms_norm(h, self.attention_norm[...], eps))
+            rows = step.attention_rows(rms_norm(h, self.attention_norm[...], eps))
             partial, state = self.attention(rows, state, step)
-            x = x + step.close([partial.reshape(step.rows, -1)])
+            x = x + step.reduce([partial.reshape(step.rows, -1)])
         with jax.named_scope("mlp"):
             h, mixed_mlp = self.mlp_residual(x, bank, count)
             x = x + self._mlp(rms_norm(h, self.mlp_norm[...], eps), step)
         return x, bank, state, (mixed, mixed_mlp)
 
     def _mlp(self, x: Array, step: Step) -> Array:
-        return step.close([self.mlp(step.every(x))]) if self.dense else self.mlp(x, step)
+        return step.reduce([self.mlp(step.all_rows(x))]) if self.dense else self.mlp(x, step)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,7 +229,7 @@ class Kimi(nnx.Module):
         mixture's weights for the rows that this rank holds.
         """
         with jax.named_scope("embedding"):
-            x = step.close([collectives.embed(self.embed[...], tokens.reshape(-1))], how=SUM)
+            x = step.reduce([collectives.embed(self.embed[...], tokens.reshape(-1))], how=SUM)
         bank = jnp.zeros((self.config.bank_rows, *x.shape), x.dtype)
         layers, mixtures = [], []
         for stack, states in zip(self.stacks, state.layers, strict=True):
@@ -237,7 +238,7 @@ class Kimi(nnx.Module):
             mixtures.extend(mixed)
         with jax.named_scope("output"):
             mixed, weights = self.residual(x, bank, self.config.bank_rows)
-            out = step.enter(rms_norm(mixed, self.norm[...], self.config.norm_eps))
+            out = step.attention_rows(rms_norm(mixed, self.norm[...], self.config.norm_eps))
         last = jnp.take_along_axis(out, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
         hidden = jnp.where((lengths > 0)[:, None], last, state.hidden)
         state = dataclasses.replace(

@@ -21,7 +21,7 @@ from ..parallel.collectives import of_bits, to_bits
 from ..parallel.roles import Dim, Role
 from .layers import HIGHEST, Expert, Term, linear, situ
 from .mxfp4 import PARTS, Quantization
-from .state import Step
+from .step import Step
 
 
 class Experts(nnx.Module):

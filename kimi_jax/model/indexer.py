@@ -22,7 +22,8 @@ from ..parallel import collectives
 from ..parallel.collectives import Axis, of_bits, to_bits
 from ..parallel.reductions import SUM, traffic
 from .layers import HIGHEST, Term, layer_norm, linear, linear_wide, weight
-from .state import Step, read_block
+from .state import read_block
+from .step import Step
 
 DIGIT_BITS = 8  # of the search by histograms
 
@@ -266,6 +267,6 @@ def score_cache(
         block_scores = jnp.where(is_seen, score(q, w, keys), -jnp.inf)
         return jax.lax.dynamic_update_slice_in_dim(scores, block_scores, first, 2)
 
-    blocks = (step.held + block - 1) // block
+    blocks = (step.max_local_keys + block - 1) // block
     nothing = jnp.full((B, T, S), -jnp.inf, at_least_float32(q.dtype))
     return jax.lax.fori_loop(0, blocks, score_block, nothing)

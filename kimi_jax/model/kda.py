@@ -29,7 +29,8 @@ from ..config.config import Config
 from ..numerics import at_least_float32, widen
 from ..parallel.roles import Dim, Role
 from .layers import HIGHEST, Term, linear, linear_wide, weight, with_rank
-from .state import KDAState, Step
+from .state import KDAState
+from .step import Step
 
 BLOCK = 16  # tokens of a block of `decayed_products`
 LARGEST_EXPONENT = 80.0  # exp up to here is finite in float32

@@ -36,7 +36,8 @@ from .indexer import (
     score_cache,
 )
 from .layers import HIGHEST, Term, linear, rms_norm, weight
-from .state import MLAState, Step, from_cache, read_block, write_rows
+from .state import MLAState, from_cache, read_block, write_rows
+from .step import Step
 
 KEY_BLOCK = 512
 BLOCK_ELEMENTS = 2**23  # latent elements, or scores, of a block of queries that selects
@@ -127,7 +128,7 @@ def attend_rows(
         jnp.zeros((B, H, T), wide),
         jnp.zeros((B, H, T, value_width), wide),
     )
-    blocks = (jnp.minimum(step.held, slots) + block - 1) // block
+    blocks = (jnp.minimum(step.max_local_keys, slots) + block - 1) // block
     top, mass, acc = jax.lax.fori_loop(0, blocks, add_block, empty)
     o = (acc / jnp.maximum(mass, 1e-30)[..., None]).astype(q.dtype)
     return Partial(*(jnp.moveaxis(x, 1, 2) for x in (o, top, mass)))
@@ -357,7 +358,7 @@ class MLA(nnx.Module):
 
         # The narrowest of a few widths that holds all keys.
         widths = selection_widths(index_keys.shape[2], self.config.index_topk)
-        which = sum((step.held <= width).astype(jnp.int32) for width in widths[1:])
+        which = sum((step.max_local_keys <= width).astype(jnp.int32) for width in widths[1:])
         return jax.lax.switch(which, [functools.partial(among, width) for width in widths])
 
     def _queries_per_block(self, state: MLAState) -> int:

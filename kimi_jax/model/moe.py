@@ -26,7 +26,7 @@ from ..parallel.roles import Dim, Role
 from .experts import Experts, dispatched, run_local_experts
 from .layers import MLP, Term, linear, linear_wide, rms_norm, weight
 from .mxfp4 import Quantization
-from .state import Step
+from .step import Step
 
 Combine = Callable[[Array, Array, Array, Step], Array]  # latents, ids, weights -> latent sums
 
@@ -87,7 +87,7 @@ class MoE(nnx.Module):
         expert.
         """
         local = step.place.runs_local_experts(step.rows)
-        if local and not step.sliced:
+        if local and not step.is_sliced:
             return self._on_all_rows(x, step)
         combine = self._gather_and_run if local else self._dispatch
         return self._on_local_rows(x, combine, step)
@@ -99,7 +99,7 @@ class MoE(nnx.Module):
         What is sharded along its width needs all rows.
         """
         needs_all_rows = step.place.latent == "sharded" or self._shards_shared(step)
-        local_rows, all_rows = step.own(x), step.every(x) if needs_all_rows else x
+        local_rows, all_rows = step.local_rows(x), step.all_rows(x) if needs_all_rows else x
 
         # Route the local rows and sum their experts, wherever those are.
         active = collectives.own_rows(step.valid.reshape(-1))
@@ -119,7 +119,7 @@ class MoE(nnx.Module):
             partial.append(self.shared(all_rows))
         elif self.config.shared_experts:
             complete.append(self.shared(local_rows))
-        return step.close(partial, complete)
+        return step.reduce(partial, complete)
 
     def _on_all_rows(self, x: Float[Array, "P D"], step: Step) -> Float[Array, "P D"]:
         """Every rank holds all rows, and runs its local experts on them. One all-reduce sums latent
@@ -132,15 +132,15 @@ class MoE(nnx.Module):
         if step.place.latent == "whole":
             partial = self._gather_and_run(z, *self._route(logits, active), step)
             both = jnp.concatenate([partial, shared], axis=1)
-            sums = collectives.all_reduce(both, step.reduce)
+            sums = collectives.all_reduce(both, step.reduction)
             routed, shared = sums[:, : z.shape[1]], sums[:, z.shape[1] :]
             return linear(self._norm(routed), self.w_latent_up[...]) + shared
         columns = collectives.all_gather(to_bits(z, logits)[:, None], 1)
         z, logits = self._join_columns(columns, z, logits)
         partial = self._gather_and_run(z, *self._route(logits, active), step)
-        sums = collectives.all_reduce(partial, step.reduce)
+        sums = collectives.all_reduce(partial, step.reduction)
         routed = linear(collectives.own_columns(self._norm(sums)), self.w_latent_up[...])
-        return collectives.all_reduce(routed + shared, step.reduce)
+        return collectives.all_reduce(routed + shared, step.reduction)
 
     @jax.named_scope("experts")
     def _dispatch(
@@ -165,12 +165,12 @@ class MoE(nnx.Module):
         holds all rows, complete where rows are sliced.
         """
         (_, L), A = z.shape, ids.shape[1]
-        axes = step.axes_of_other_rows
+        axes = step.row_axes
         messages = collectives.all_gather(to_bits(z, ids + 1, weights), 0, axes)
         z, numbers, weights = of_bits(messages, (L, z.dtype), (A, jnp.int32), (A, weights.dtype))
         partial = run_local_experts(z, numbers - 1, weights, self.experts, step).astype(z.dtype)
         over_model_ranks = axes == step.place.axes(Role.HEADS)
-        how = step.reduce if over_model_ranks else SUM  # a chosen reduction is for model ranks
+        how = step.reduction if over_model_ranks else SUM  # a chosen reduction is for model ranks
         return collectives.reduce_scatter(partial, how, axes)
 
     def _latents_and_logits(

@@ -1,182 +1,25 @@
-"""What is kept between steps, and what a step is told: recurrent memories, windows, latent and
-index-key caches.
+"""What is kept between steps: recurrent and conv states, caches of latent rows and of index keys.
 
 Every array leads with the group G of its stack of layers (1 where layers are not scanned) and is
 updated in place: the whole stack travels through a step, a layer reads and writes at its own group.
 """
 
 import dataclasses
-import functools
-import operator
 import os
-from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from ..config.config import Config
 from ..errors import RequestError, shown
-from ..parallel import collectives
-from ..parallel.helix import Stripes
-from ..parallel.mesh import DATA, MODEL, Sizes
 from ..parallel.placement import Placement
-from ..parallel.reductions import SUM, Reduction
 from ..parallel.roles import Role
-
-ONE = {DATA: 1, MODEL: 1}  # the mesh of one device
+from .step import Step
 
 Leaf = Any  # an array, or what stands for one in a tree of the same form: its shape, its mesh axes
-
-
-@dataclasses.dataclass(frozen=True)
-class Forms:
-    """Which form of each hard operation runs: the plain definition or the fast one. They agree;
-    tests hold them to it.
-
-    The fast forms of attention and experts loop as often as the data says and have no gradient:
-    training takes `TRAINING`.
-    """
-
-    kda: str = "chunked"  # or "recurrent"
-    mla: str = "absorbed"  # or "expanded", which selects by a full sort
-    moe: str = "grouped"  # or "dense"
-    chunk: int = 64  # tokens of a KDA chunk
-    # How rows travel to experts: "padded" blocks, or "ragged" ones, which CPUs cannot send.
-    transport: str = "padded"
-    # "teach": attention's gradient reaches the indexer, whose choice has none.
-    select: str = "plain"
-
-    def __post_init__(self) -> None:
-        known = {
-            "kda": ("chunked", "recurrent"),
-            "mla": ("absorbed", "expanded"),
-            "moe": ("grouped", "dense"),
-            "transport": ("padded", "ragged"),
-            "select": ("plain", "teach"),
-        }
-        problems = [
-            f"{name} must be one of {', '.join(forms)}, got {getattr(self, name)!r}"
-            for name, forms in known.items()
-            if getattr(self, name) not in forms
-        ]
-        if self.chunk < 1:
-            problems.append(f"chunk must be positive, got {self.chunk}")
-        if problems:
-            raise ValueError("\n".join(problems))
-
-
-DEFINITIONS = Forms(kda="recurrent", mla="expanded", moe="dense")
-TRAINING = Forms(mla="expanded", moe="dense", chunk=16, select="teach")
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """What every layer of one call is told. Row b brings `lengths[b]` new tokens after the
-    `start[b]` it has seen. Of the residual stream's B T rows a rank holds all, or its own slice.
-    """
-
-    start: Int[Array, " B"]
-    lengths: Int[Array, " B"]
-    positions: Int[Array, "B T"]
-    valid: Bool[Array, "B T"]
-    group: int | Int[Array, ""]
-    forms: Forms = dataclasses.field(metadata={"static": True})
-    place: Placement = dataclasses.field(default=Placement(), metadata={"static": True})
-    reduce: Reduction = dataclasses.field(default=SUM, metadata={"static": True})
-    sliced: bool = dataclasses.field(default=False, metadata={"static": True})
-    stripes: Stripes = dataclasses.field(default=Stripes(), metadata={"static": True})
-
-    @classmethod
-    def of(
-        cls,
-        start: Array,
-        lengths: Array,
-        T: int,
-        forms: Forms,
-        place: Placement = Placement(),  # noqa: B008
-        sizes: Sizes = ONE,
-    ) -> "Step":
-        """A call of at most T new tokens a row, on a mesh of such sizes."""
-        new = jnp.arange(T, dtype=jnp.int32)[None]
-        rows = len(start) * T
-        return cls(
-            start,
-            lengths,
-            positions=start[:, None] + new,
-            valid=new < lengths[:, None],
-            group=0,
-            forms=forms,
-            place=place,
-            reduce=place.reduction("decode" if T == 1 else "prefill", rows, sizes[MODEL]),
-            sliced=place.slices_rows(rows),
-            stripes=place.stripes(sizes),
-        )
-
-    @property
-    def rows(self) -> int:
-        """Rows of the residual stream in all."""
-        return self.valid.size
-
-    @property
-    def total(self) -> Int[Array, " B"]:
-        """Tokens that each row will have seen after this call."""
-        return self.start + self.lengths
-
-    @property
-    def axes_of_other_rows(self) -> tuple[str, ...]:
-        """The mesh axes over which experts are spread and rows are cut."""
-        cut = (DATA, MODEL) if self.sliced else (DATA,)
-        return tuple(axis for axis in self.place.expert_axes if axis in cut)
-
-    def every(self, x: Float[Array, "P D"]) -> Float[Array, "Q D"]:
-        """The residual rows that a rank holds -> all of them."""
-        return collectives.all_rows(x, self.rows) if self.sliced else x
-
-    def own(self, x: Float[Array, "P D"]) -> Float[Array, "c D"]:
-        """The residual rows that a rank holds -> those that it alone works on."""
-        return x if self.sliced else collectives.own_rows(x)
-
-    def enter(self, x: Float[Array, "P D"]) -> Float[Array, "B T D"]:
-        """The residual rows that a rank holds -> all rows of its requests, for attention."""
-        return self.every(x).reshape(*self.valid.shape, -1)
-
-    def close(
-        self,
-        partial: Sequence[Float[Array, "Q D"]],
-        own: Sequence[Float[Array, "c D"]] = (),
-        how: Reduction | None = None,
-    ) -> Float[Array, "P D"]:
-        """The complete rows that a rank holds: the sum over ranks of their partial sums of all
-        rows, and of what a rank made of its own rows alone.
-        """
-        how = self.reduce if how is None else how
-        if self.sliced:
-            scattered = [collectives.reduce_scatter(_sum(partial), how)] if partial else []
-            return _sum([*own, *scattered])
-        among = [collectives.among_zeros(one, self.rows) for one in own]
-        return collectives.all_reduce(_sum([*among, *partial]), how)
-
-    @property
-    def key_rank(self) -> int | Int[Array, ""]:
-        """This rank's number among those over which keys are cut."""
-        return 0 if self.stripes.ranks == 1 else collectives.rank()
-
-    @property
-    def held(self) -> Int[Array, ""]:
-        """The most keys that this rank holds of a row after this call."""
-        return self.stripes.length(jnp.max(self.total), self.key_rank)
-
-    def positions_of(self, slots: Int[Array, "*S"]) -> Int[Array, "*S"]:
-        """The positions that this rank's slots hold."""
-        return self.stripes.position(slots, self.key_rank)
-
-
-def _sum(parts: Sequence[Array]) -> Array:
-    return functools.reduce(operator.add, parts)
 
 
 def _at(array: Array, group: int | Array) -> Array:
@@ -387,44 +230,3 @@ _ROLE_OF_DIM = {
 STATE_ROLES = {
     name: tuple(_ROLE_OF_DIM.get(dim) for dim in dims) for name, dims in STATE_DIMS.items()
 }
-
-
-# Rows that move between states. Rows are cut over `data`: a row of all ranks is one of theirs.
-
-
-def row_of(name: str, array: Array, row: Int[Array, ""]) -> Array:
-    """One row of all data ranks, on every one of them."""
-    at = STATE_DIMS[name].index("B")
-    own = array.shape[at]
-    mine = jax.lax.dynamic_slice_in_dim(array, row % own, 1, at)
-    every = collectives.all_gather(mine, at, DATA)
-    return jax.lax.dynamic_slice_in_dim(every, row // own, 1, at)
-
-
-def with_row(name: str, array: Array, row: Int[Array, ""], new: Array) -> Array:
-    """The array with one row of all data ranks replaced."""
-    at = STATE_DIMS[name].index("B")
-    own = array.shape[at]
-    here = jax.lax.dynamic_slice_in_dim(array, row % own, 1, at)
-    kept = jnp.where(row // own == collectives.rank(DATA), new, here)
-    return jax.lax.dynamic_update_slice_in_dim(array, kept, row % own, at)
-
-
-def slots_of(
-    name: str, array: Array, row: Int[Array, ""], first: Int[Array, ""], width: int
-) -> Array:
-    """`width` slots from `first` on, of one row of all data ranks."""
-    slots = first + jnp.arange(width, dtype=jnp.int32)
-    return row_of(name, jnp.take(array, slots, axis=STATE_DIMS[name].index("S"), mode="clip"), row)
-
-
-def with_slots(
-    array: Array, row: Int[Array, ""], first: Int[Array, ""], last: Int[Array, ""], new: Array
-) -> Array:
-    """The cache with slots first .. last of one row of all data ranks replaced by the first of
-    `new`. All else aims at a slot that does not exist.
-    """
-    _, own, S, _ = array.shape
-    slots = first + jnp.arange(new.shape[2], dtype=jnp.int32)
-    here = (slots < last) & (row // own == collectives.rank(DATA))
-    return array.at[:, row % own, jnp.where(here, slots, S)].set(new[:, 0], mode="drop")

@@ -19,21 +19,23 @@ from .reductions import SUM, Reduction, deals_of
 
 Axis = str | Sequence[str]
 
+DEFAULT_AXIS: Axis = MODEL  # along which a function moves arrays where it is not told
 
-def ranks(axis: Axis = MODEL) -> int:
+
+def ranks(axis: Axis = DEFAULT_AXIS) -> int:
     """Devices along a mesh axis, or along several; a Python integer, known while tracing."""
     axes = (axis,) if isinstance(axis, str) else axis
     return math.prod(jax.lax.axis_size(one) for one in axes)
 
 
-def rank(axis: Axis = MODEL) -> Int[Array, ""]:
+def rank(axis: Axis = DEFAULT_AXIS) -> Int[Array, ""]:
     """This device's number along an axis; along several, the last one counts fastest."""
     if ranks(axis) == 1:
         return jnp.int32(0)
     return jax.lax.axis_index(axis).astype(jnp.int32)
 
 
-def all_gather(part: Array, dim: int, axis: Axis = MODEL) -> Array:
+def all_gather(part: Array, dim: int, axis: Axis = DEFAULT_AXIS) -> Array:
     """Every rank's part, joined along `dim` in rank order, on every rank."""
     if ranks(axis) == 1:
         return part
@@ -55,7 +57,7 @@ def embed(table: Float[Array, "Z D"], tokens: Int[Array, "*rows"]) -> Float[Arra
 # Slices of rows and of columns. Rank r of n owns rows r c to (r + 1) c of P, c = ceil(P / n).
 
 
-def own_rows(x: Array, axis: Axis = MODEL) -> Array:
+def own_rows(x: Array, axis: Axis = DEFAULT_AXIS) -> Array:
     """The rows of x that this rank owns, completed with zeros; moves nothing."""
     n = ranks(axis)
     if n == 1:
@@ -64,7 +66,7 @@ def own_rows(x: Array, axis: Axis = MODEL) -> Array:
     return jax.lax.dynamic_slice_in_dim(_complete(x, n * c), rank(axis) * c, c)
 
 
-def among_zeros(own: Array, rows: int, axis: Axis = MODEL) -> Array:
+def among_zeros(own: Array, rows: int, axis: Axis = DEFAULT_AXIS) -> Array:
     """`own_rows` undone: all rows, exactly zero outside this rank's own; moves nothing."""
     n, c = ranks(axis), own.shape[0]
     if n == 1:
@@ -73,13 +75,13 @@ def among_zeros(own: Array, rows: int, axis: Axis = MODEL) -> Array:
     return jax.lax.dynamic_update_slice_in_dim(whole, own, rank(axis) * c, 0)[:rows]
 
 
-def own_columns(x: Float[Array, "P L"], axis: Axis = MODEL) -> Array:
+def own_columns(x: Float[Array, "P L"], axis: Axis = DEFAULT_AXIS) -> Array:
     """The columns of x that this rank owns; moves nothing."""
     size = x.shape[1] // ranks(axis)
     return jax.lax.dynamic_slice_in_dim(x, rank(axis) * size, size, 1)
 
 
-def columns_to_rows(x: Array, axis: Axis = MODEL) -> Array:
+def columns_to_rows(x: Array, axis: Axis = DEFAULT_AXIS) -> Array:
     """All rows of a rank's own columns [P, X] -> every rank's columns of its own rows [c, n, X]."""
     n = ranks(axis)
     if n == 1:
@@ -89,7 +91,7 @@ def columns_to_rows(x: Array, axis: Axis = MODEL) -> Array:
     return jnp.moveaxis(jax.lax.all_to_all(blocks, axis, 0, 0), 0, 1)
 
 
-def rows_to_columns(own: Float[Array, "c L"], rows: int, axis: Axis = MODEL) -> Array:
+def rows_to_columns(own: Float[Array, "c L"], rows: int, axis: Axis = DEFAULT_AXIS) -> Array:
     """All columns of a rank's own rows [c, n X] -> all rows of its own columns [P, X]."""
     n, c = ranks(axis), own.shape[0]
     if n == 1:
@@ -102,12 +104,12 @@ def _complete(x: Array, rows: int) -> Array:
     return jnp.pad(x, ((0, rows - x.shape[0]), *[(0, 0)] * (x.ndim - 1)))
 
 
-def all_rows(own: Float[Array, "c D"], rows: int, axis: Axis = MODEL) -> Float[Array, "P D"]:
+def all_rows(own: Float[Array, "c D"], rows: int, axis: Axis = DEFAULT_AXIS) -> Float[Array, "P D"]:
     """Every rank's own rows, joined, without what completes them."""
     return all_gather(own, 0, axis)[:rows]
 
 
-def to_head_owners(x: Array, axis: Axis = MODEL) -> Array:
+def to_head_owners(x: Array, axis: Axis = DEFAULT_AXIS) -> Array:
     """What a rank has of all heads [B, T, H, X] -> what every rank has of this rank's heads
     [n, B, T, h, X], h = ceil(H / n); heads beyond H are zero.
     """
@@ -227,7 +229,7 @@ def unpack(packed: Array, begins: Int[Array, " n"], sizes: Int[Array, " n"]) -> 
 # Sums over ranks, by the algorithm that was chosen; reductions.py defines each in numpy.
 
 
-def all_reduce(partial: Array, how: Reduction = SUM, axis: Axis = MODEL) -> Array:
+def all_reduce(partial: Array, how: Reduction = SUM, axis: Axis = DEFAULT_AXIS) -> Array:
     """The sum over `axis` of every rank's partial, the same bits on every rank; [P, X] for all but
     the backend's own sum.
     """

@@ -235,6 +235,11 @@ class Placement:
         """Whether a step of so many rows a data rank slices them over the model ranks."""
         return self.rows == "sliced" or (self.rows == "auto" and rows >= self.sliced_from)
 
+    def row_axes_of_experts(self, is_sliced: bool) -> tuple[str, ...]:
+        """The mesh axes over which both experts and the rows of the residual stream are split."""
+        row_axes = (DATA, MODEL) if is_sliced else (DATA,)
+        return tuple(axis for axis in self.expert_axes if axis in row_axes)
+
     def stripes(self, sizes: Sizes) -> Stripes:
         """Where cached keys live."""
         return Stripes(self.helix_block, sizes[MODEL]) if self.keys == "helix" else Stripes()
@@ -247,13 +252,18 @@ class Placement:
         same = acts == self.prefill_ring_rows
         return self if same else dataclasses.replace(self, prefill_ring_rows=acts)
 
-    def reduction(self, step: str, rows: int, ranks: int) -> Reduction:
+    def reduction(self, step: str, rows: int, sizes: Sizes) -> Reduction:
         """How a step of so many rows a data rank completes its partial sums; `reductions.choose`
         says when.
         """
         threshold = self.prefill_ring_rows
         return choose(
-            self._reduction, step, capacity=rows, chunk=threshold, threshold=threshold, n=ranks
+            self._reduction,
+            step,
+            capacity=rows,
+            chunk=threshold,
+            threshold=threshold,
+            n=sizes[MODEL],
         )
 
     @property

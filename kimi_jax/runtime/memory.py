@@ -158,7 +158,7 @@ class Plan:
         layer), and what each costs a rank, where the rows are replicated. The latent columns of
         local experts are not counted.
         """
-        reduction = self.placement.reduction(step, rows, self.model)
+        reduction = self.placement.reduction(step, rows, self.mesh)
         cost = traffic(reduction, self.model, rows, self.config.hidden, self.dtype)
         return reduction, 2 * self.config.layers, cost
 

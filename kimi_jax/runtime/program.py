@@ -2,395 +2,202 @@
 
 import dataclasses
 import functools
-import math
-import os
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from ..config.config import Config
-from ..model.decoder import Kimi, declare, new_state, spans
+from ..model.decoder import Kimi
+from ..model.implementations import Forms
 from ..model.mxfp4 import MXFP4, Quantization
-from ..model.state import (
-    STATE_DIMS,
-    STATE_ROLES,
-    Forms,
-    State,
-    Step,
-    row_of,
-    slots_of,
-    with_row,
-    with_slots,
-)
+from ..model.state import STATE_DIMS, State
+from ..model.step import Step
 from ..parallel.collectives import all_gather, rank, ranks
-from ..parallel.helix import Stripes
-from ..parallel.mesh import DATA, MODEL, as_mesh, mesh_sizes, sizes_text
+from ..parallel.mesh import DATA, MODEL, as_mesh
+from ..parallel.on_mesh import within
 from ..parallel.placement import Placement, as_placement
-from ..parallel.roles import Role
-from .fitting import device_memory, refuse_what_exceeds
-from .memory import DTYPES, Plan, plan
-from .on_mesh import within
+from .memory import DTYPES
+from .model_on_mesh import BY_ROW, REPLICATED, STATE, STATE_ROW, WEIGHTS, ModelOnMesh
 from .rows import Rows
 from .sampling import sample
-from .state_files import save_state
+from .state_rows import row_of, slots_of, with_row, with_slots
 
 SCAN_FROM = 24  # layers from which a scan pays on CPU too: unrolled runs faster, compiles slower
 
 
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """The steps of one decoder on one mesh, as pure functions of weights; hashable, so programs are
-    shared.
-    """
-
-    config: Config
-    mesh: Mesh
-    place: Placement
-    dtype: str
-    scan: bool
-    quantization: Quantization
-    forms: Forms
-
-    @functools.cached_property
-    def declared(self) -> Kimi:
-        """The module with its weights declared, none allocated."""
-        return Kimi(self.config, self.dtype, self.stacks, quantization=self.quantization)
-
-    @property
-    def stacks(self) -> tuple:
-        """Spans of the layers, in order."""
-        return spans(self.config, self.scan)
-
-    @functools.cached_property
-    def weight_specs(self) -> dict[tuple, PartitionSpec]:
-        """The mesh axes of every weight, by path."""
-        return {w.path: self.place.spec(w.roles) for w in declare(self.declared)}
-
-    @functools.cached_property
-    def sizes(self) -> dict[str, int]:
-        """The ranks of both mesh axes."""
-        return mesh_sizes(self.mesh)
-
-    @functools.cached_property
-    def weight_shapes(self) -> dict[tuple, jax.ShapeDtypeStruct]:
-        """Shape, type and sharding of every weight, by path: what a step is compiled for."""
-        return {
-            w.path: jax.ShapeDtypeStruct(
-                w.placed(self.place, self.sizes),
-                w.dtype,
-                sharding=NamedSharding(self.mesh, self.weight_specs[w.path]),
-            )
-            for w in declare(self.declared)
-        }
-
-    @property
-    def stripes(self) -> Stripes:
-        """Where cached keys live."""
-        return self.place.stripes(self.sizes)
-
-    def empty(self, B: int, S: int, ranks: int = 1) -> State:
-        """An empty state of B rows for S tokens each: of the mesh, or of one of its model ranks."""
-        n = self.stripes.ranks
-        H = self.place.padded(Role.HEADS, self.config.kda_heads, self.sizes)
-        slots = self.stripes.slots(S) * (n // ranks if n > 1 else 1)
-        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
-        state = new_state(self.config, self.dtype, self.stacks, B, slots, H // ranks, on_cpu)
-        return dataclasses.replace(state, max_length=S)
-
-    def state_shapes(self, B: int, S: int) -> State:
-        """`empty` as shapes with their shardings."""
-        return jax.tree.map(
-            lambda x, spec: jax.ShapeDtypeStruct(
-                x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec)
-            ),
-            jax.eval_shape(lambda: self.empty(B, S)),
-            self.state_specs(S),
-        )
-
-    def other_states_than(self, other: "Program") -> list[str]:
-        """In what the states of this program differ from those of another, in words."""
-        if self is other:
-            return []
-        mine, theirs = self.place, other.place
-        problems = differences(vars(self.config), vars(other.config))
-        if self.dtype != other.dtype:
-            problems.append(f"the state is {self.dtype}, the model {other.dtype}")
-        moved = []
-        if self.mesh != other.mesh:
-            moved.append(f"lives on another mesh than this model: {sizes_text(self.sizes)}")
-        if mine.keys != theirs.keys:
-            moved.append(f"has {mine.keys} keys, the model {theirs.keys} keys")
-        elif self.stripes != other.stripes:
-            moved.append(
-                f"has helix_block {mine.helix_block}, the model helix_block {theirs.helix_block}"
-            )
-        if self.stacks != other.stacks:
-            moved.append(f"has layers grouped by scan={self.scan}, the model by {other.scan}")
-        hint = f": kimi_jax.move(state, placement, mesh, scan={other.scan}) brings it over"
-        return [*problems, *(f"the state {what}{hint}" for what in moved)]
-
-    def refuse_what_exceeds(self, batch: int, context: int) -> None:
-        """Raise `PlacementError`, with the plan, where a device cannot hold the weights and such a
-        state.
-        """
-        refuse_what_exceeds(self.plan(batch, context), device_memory(self.mesh))
-
-    def plan(self, batch: int, context: int) -> Plan:
-        """What each device holds with a state of such size."""
-        return plan(
-            self.config, self.mesh, self.place,
-            batch=batch, context=context, dtype=self.dtype, 
-            packed=self.quantization is MXFP4,
-        )  # fmt: skip
-
-    def save(self, state: State, path: str | os.PathLike) -> None:
-        """Write a state of this program to a new folder."""
-        save_state(state, path)
-
-    def state_specs(self, S: int = 1) -> Any:
-        """The mesh axes of every array of a state for S tokens, by name."""
-        shapes = dataclasses.replace(jax.eval_shape(lambda: self.empty(1, 1)), max_length=S)
-        return jax.tree_util.tree_map_with_path(
-            lambda path, _: self.place.spec(STATE_ROLES[path[-1].name]), shapes
-        )
+class Program(ModelOnMesh):
+    """The steps of one decoder on one mesh, as pure functions of weights."""
 
     def advance(
-        self, weights: dict, state: State, tokens: Any, lengths: Any
+        self, weights: dict, state: State, tokens: Any, lengths: Any, kind: str = "prefill"
     ) -> tuple[Array, State]:
-        """`step` for a state as users hold it."""
-        step = within(self.mesh, self.step)
+        """`step` for a state as users hold it; `kind` is "prefill" or "decode"."""
+        step = within(self.mesh, self.step_of(self._shared_kind(kind, tokens.shape)))
         logits, following = step(weights, state.bare(), tokens, lengths)
         return logits, dataclasses.replace(following, batch=state.batch, home=self)
 
-    def _merge(self, weights: dict[tuple, Array]) -> Kimi:
+    def _shared_kind(self, kind: str, shape: tuple[int, int]) -> str:
+        """The kind of step whose program serves this one: one program where both reduce alike."""
+        rows = shape[0] // self.sizes[DATA] * shape[1]
+        reductions = {self.place.reduction(name, rows, self.sizes) for name in (kind, "prefill")}
+        return "prefill" if len(reductions) == 1 else kind
+
+    def step_of(self, kind: str) -> Callable:
+        """(weights, state, tokens [B, T], lengths [B]) -> logits [B, Z] after each row's last
+        token, state. Compiled; the state is consumed.
+        """
+        return self.step if kind == "prefill" else self._decode_step
+
+    @functools.cached_property
+    def step(self) -> Callable:
+        """`step_of("prefill")`."""
+        return self._jitted_step("prefill")
+
+    @functools.cached_property
+    def _decode_step(self) -> Callable:
+        return self._jitted_step("decode")
+
+    def _jitted_step(self, kind: str) -> Callable:
+        def device_fn(
+            weights: dict, state: State, tokens: Array, lengths: Array
+        ) -> tuple[Array, State]:
+            model, _, state, _ = self._run(weights, state, tokens, lengths, kind)
+            return model.head_logits(state.hidden), state
+
+        inputs = (WEIGHTS, STATE, BY_ROW, BY_ROW)
+        return jax.jit(self.shard(device_fn, inputs, (BY_ROW, STATE)), donate_argnums=1)
+
+    def merge(self, weights: dict[tuple, Array]) -> Kimi:
+        """The module with these arrays, local or whole, as its weights."""
         graph, params = nnx.split(self.declared)
         flat = {path: param.replace(weights[path]) for path, param in nnx.to_flat_state(params)}
         return nnx.merge(graph, nnx.from_flat_state(flat))
 
+    def step_info(self, start: Array, lengths: Array, T: int, kind: str = "prefill") -> Step:
+        """What the layers of a step are told, per device."""
+        return Step.of(start, lengths, T, self.forms, self.place, self.sizes, kind)
+
     def _run(
-        self, weights: dict, state: State, tokens: Array, lengths: Array
+        self, weights: dict, state: State, tokens: Array, lengths: Array, kind: str = "prefill"
     ) -> tuple[Kimi, Array, State, list]:
-        model = self._merge(weights)
-        T = tokens.shape[1]
-        step = Step.of(state.length, lengths, T, self.forms, self.place, self.sizes)
+        model = self.merge(weights)
+        step = self.step_info(state.length, lengths, tokens.shape[1], kind)
         tokens = jnp.where(step.valid, tokens, 0)
         return model, *model(tokens, state, lengths, step)
 
-    def _shard(self, step: Callable, inputs: tuple, outputs: Any) -> Callable:
-        return self._on_mesh(step, (self.weight_specs, *inputs), outputs)
-
-    def _on_mesh(self, step: Callable, inputs: tuple, outputs: Any) -> Callable:
-        return jax.shard_map(
-            step, mesh=self.mesh, in_specs=inputs, out_specs=outputs, check_vma=False
-        )
-
     @functools.cached_property
-    def step(self) -> Callable:
-        """(weights, state, tokens [B, T], lengths [B]) -> logits [B, Z] after each row's last
-        token, state.
+    def decode_steps(self) -> Callable:
+        """(weights, state, rows, n) -> what n decode steps sampled, [n of rows.steps_per_call, B]
+        each, and the state: every step samples each row's next token, and feeds it back where the
+        row goes on.
         """
 
-        def one(weights: dict, state: State, tokens: Array, lengths: Array) -> tuple[Array, State]:
-            model, _, state, _ = self._run(weights, state, tokens, lengths)
-            return model.head_logits(state.hidden), state
-
-        rows = PartitionSpec(DATA)
-
-        # A state's slot count is part of its tree, and so of its specs: they are made where it is
-        # known.
-        def whole(
-            weights: dict, state: State, tokens: Array, lengths: Array
-        ) -> tuple[Array, State]:
-            specs = self.state_specs(state.max_length)
-            return self._shard(one, (specs, rows, rows), (rows, specs))(
-                weights, state, tokens, lengths
-            )
-
-        return jax.jit(whole, donate_argnums=1)
-
-    @functools.cached_property
-    def trip(self) -> Callable:
-        """(weights, state, rows, n) -> what n steps sampled, [n of rows.steps_per_call, B] each,
-        and the state: every step samples a token of each row, and brings it where the row goes on.
-        """
-
-        def one(weights: dict, state: State, rows: Rows, n: Array) -> tuple[tuple, State]:
-            model = self._merge(weights)
+        def device_fn(weights: dict, state: State, rows: Rows, n: Array) -> tuple[tuple, State]:
+            model = self.merge(weights)
 
             def step(i: Array, carry: tuple) -> tuple:
-                state, rows, made = carry
+                state, rows, sampled = carry
                 logits = model.head_logits(state.hidden)
                 with jax.named_scope("sample"):
-                    chosen = sample(logits, rows)
-                made = jax.tree.map(lambda all, new: all.at[i].set(new), made, chosen)
-                rows = rows.after(*chosen[:2])
-                tokens = jnp.where(rows.active, chosen[0], 0)[:, None]
+                    latest = sample(logits, rows)
+                sampled = jax.tree.map(lambda all, new: all.at[i].set(new), sampled, latest)
+                rows = rows.after(*latest[:2])
+                tokens = jnp.where(rows.active, latest[0], 0)[:, None]
                 lengths = rows.active.astype(jnp.int32)
-                step = Step.of(state.length, lengths, 1, self.forms, self.place, self.sizes)
-                _, state, _ = model(tokens, state, lengths, step)
-                return state, rows, made
+                told = self.step_info(state.length, lengths, 1, "decode")
+                _, state, _ = model(tokens, state, lengths, told)
+                return state, rows, sampled
 
             shapes = jax.eval_shape(lambda: sample(model.head_logits(state.hidden), rows))
-            most = rows.steps_per_call
-            made = jax.tree.map(lambda x: jnp.zeros((most, *x.shape), x.dtype), shapes)
-            state, _, made = jax.lax.fori_loop(0, n, step, (state, rows, made))
-            return made, state
+            room = rows.steps_per_call
+            sampled = jax.tree.map(lambda x: jnp.zeros((room, *x.shape), x.dtype), shapes)
+            state, _, sampled = jax.lax.fori_loop(0, n, step, (state, rows, sampled))
+            return sampled, state
 
-        by_row = PartitionSpec(DATA)
+        inputs = (WEIGHTS, STATE, BY_ROW, REPLICATED)
+        return self.compiled(device_fn, inputs, (PartitionSpec(None, DATA), STATE), donate=1)
 
-        def whole(weights: dict, state: State, rows: Rows, n: Array) -> tuple[tuple, State]:
-            specs = self.state_specs(state.max_length)
-            inputs = (specs, by_row, PartitionSpec())
-            outputs = ((PartitionSpec(None, DATA),) * 5, specs)
-            return self._shard(one, inputs, outputs)(weights, state, rows, n)
-
-        compiled = within(self.mesh, jax.jit(whole, donate_argnums=1))
-
-        def run(weights: dict, state: State, rows: Rows, n: int) -> tuple[tuple, State]:
-            made, following = compiled(weights, state.bare(), rows, np.int32(n))
-            return made, dataclasses.replace(following, batch=state.batch, home=self)
-
-        return run
+    # Rows of states: moved from prefill rows to decode slots, kept and restored.
 
     @functools.cached_property
-    def transfer(self) -> Callable:
+    def move_row(self) -> Callable:
         """(state, row, other, slot) -> the other state with one row of the first one in a slot."""
 
-        def one(state: State, row: Array, other: State, slot: Array) -> State:
+        def device_fn(state: State, row: Array, other: State, slot: Array) -> State:
             def put(path: tuple, source: Array, target: Array) -> Array:
                 name = path[-1].name
                 return with_row(name, target, slot, row_of(name, source, row))
 
             return jax.tree_util.tree_map_with_path(put, state, other)
 
-        def whole(state: State, row: Array, other: State, slot: Array) -> State:
-            specs = self.state_specs(state.max_length)
-            inputs = (specs, PartitionSpec(), specs, PartitionSpec())
-            return self._on_mesh(one, inputs, specs)(state, row, other, slot)
+        inputs = (STATE, REPLICATED, STATE, REPLICATED)
+        return self.compiled(device_fn, inputs, STATE, donate=2)
 
-        compiled = within(self.mesh, jax.jit(whole, donate_argnums=2))
-
-        def run(state: State, row: int, other: State, slot: int) -> State:
-            moved = compiled(state.bare(), np.int32(row), other.bare(), np.int32(slot))
-            return dataclasses.replace(moved, batch=other.batch, home=self)
-
-        return run
-
-    @functools.cached_property
-    def take(self) -> Callable:
-        """(state, row, first, width) -> a copy of one row, a `State` whose caches are `width` slots
-        a rank, from position `first` on.
+    def copy_row(self, state: State, row: int, first: int, width: int) -> State:
+        """A copy of one row, a `State` whose caches are `width` slots a rank, from position `first`
+        on.
         """
-
-        def one(width: int, state: State, row: Array, first: Array) -> State:
-            first = self.stripes.length(first, self._key_rank())
-
-            def of(path: tuple, array: Array) -> Array:
-                name = path[-1].name
-                if "S" in STATE_DIMS[name]:
-                    return slots_of(name, array, row, first, width)
-                return row_of(name, array, row)
-
-            return dataclasses.replace(jax.tree_util.tree_map_with_path(of, state), max_length=0)
-
-        def whole(state: State, row: Array, first: Array, width: int) -> State:
-            specs = self.state_specs(state.max_length)
-            inputs = (specs, PartitionSpec(), PartitionSpec())
-            step = functools.partial(one, width)
-            return self._on_mesh(step, inputs, self.row_specs())(state, row, first)
-
-        compiled = within(self.mesh, jax.jit(whole, static_argnums=3))
-        return lambda state, row, first, width: compiled(
-            state.bare(), np.int32(row), np.int32(first), width
-        )
+        return _row_copier(self, width)(state, row, first)
 
     @functools.cached_property
-    def put(self) -> Callable:
-        """(state, row, copy, first) -> the state with a row as it was when `take` copied it, of
+    def restore_row(self) -> Callable:
+        """(state, row, copy, first) -> the state with a row as it was when `copy_row` copied it, of
         which the positions before `first` must be there already.
         """
 
-        def one(state: State, row: Array, copy: State, first: Array) -> State:
-            me = self._key_rank()
-            begin, end = (self.stripes.length(at, me) for at in (first, copy.length[0]))
+        def device_fn(state: State, row: Array, copy: State, first: Array) -> State:
+            me = self.key_rank()
+            begin = self.stripes.length(first, me)
+            end = self.stripes.length(copy.length[0], me)
 
-            def into(path: tuple, array: Array, new: Array) -> Array:
+            def put(path: tuple, array: Array, new: Array) -> Array:
                 name = path[-1].name
                 if "S" in STATE_DIMS[name]:
                     return with_slots(array, row, begin, end, new)
                 return with_row(name, array, row, new)
 
             copy = dataclasses.replace(copy, max_length=state.max_length)
-            return jax.tree_util.tree_map_with_path(into, state, copy)
+            return jax.tree_util.tree_map_with_path(put, state, copy)
 
-        def whole(state: State, row: Array, copy: State, first: Array) -> State:
-            specs = self.state_specs(state.max_length)
-            inputs = (specs, PartitionSpec(), self.row_specs(), PartitionSpec())
-            return self._on_mesh(one, inputs, specs)(state, row, copy, first)
+        inputs = (STATE, REPLICATED, STATE_ROW, REPLICATED)
+        return self.compiled(device_fn, inputs, STATE, donate=0)
 
-        compiled = within(self.mesh, jax.jit(whole, donate_argnums=0))
-
-        def run(state: State, row: int, copy: State, first: int) -> State:
-            following = compiled(state.bare(), np.int32(row), copy, np.int32(first))
-            return dataclasses.replace(following, batch=state.batch, home=self)
-
-        return run
-
-    def _key_rank(self) -> int | Array:
+    def key_rank(self) -> int | Array:
+        """This device's number among those over which cached keys are striped; per device."""
         return 0 if self.stripes.ranks == 1 else rank(MODEL)
 
-    def row_specs(self) -> Any:
-        """The mesh axes of a row that `take` copied: every data rank has it."""
-        return jax.tree.map(
-            lambda spec: PartitionSpec(*(None if axis == DATA else axis for axis in spec)),
-            self.state_specs(0),
-        )
-
-    def row_bytes(self, width: int) -> int:
-        """What a row that `take` copied with so many slots takes of each device."""
-
-        def of(path: tuple, x: Any, spec: PartitionSpec) -> int:
-            slots = width * self.stripes.ranks
-            dims = zip(STATE_DIMS[path[-1].name], x.shape, strict=True)
-            shape = [slots if dim == "S" else size for dim, size in dims]
-            local = NamedSharding(self.mesh, spec).shard_shape(tuple(shape))
-            return math.prod(local) * x.dtype.itemsize
-
-        shapes = dataclasses.replace(jax.eval_shape(lambda: self.empty(1, 1)), max_length=0)
-        return sum(jax.tree.leaves(jax.tree_util.tree_map_with_path(of, shapes, self.row_specs())))
+    # Whole prompts, nothing kept.
 
     def logits(self, weights: dict, tokens: Array, lengths: Array) -> Array:
         """Logits [B, T, Z] of whole prompts, nothing kept; not jitted, so that it can be
         differentiated.
         """
 
-        def one(weights: dict, tokens: Array, lengths: Array) -> Array:
+        def device_fn(weights: dict, tokens: Array, lengths: Array) -> Array:
             model, out, _, _ = self._run(weights, self._local(tokens), tokens, lengths)
             return model.head_logits(out)
 
-        rows = PartitionSpec(DATA)
-        return self._shard(one, (rows, rows), rows)(weights, tokens, lengths)
+        return self.shard(device_fn, (WEIGHTS, BY_ROW, BY_ROW), BY_ROW)(weights, tokens, lengths)
 
     def mixtures(self, weights: dict, tokens: Array, lengths: Array) -> list[Array]:
         """The weights of every residual mixture, attention's and the MLP's layer by layer, then the
         output's.
         """
 
-        def one(weights: dict, tokens: Array, lengths: Array) -> list[Array]:
+        def device_fn(weights: dict, tokens: Array, lengths: Array) -> list[Array]:
             mixed = self._run(weights, self._local(tokens), tokens, lengths)[3]
             if not self.place.slices_rows(tokens.size):
                 return mixed
-            return [all_gather(one, 1)[:, : tokens.size] for one in mixed]
+            return [all_gather(weights, 1)[:, : tokens.size] for weights in mixed]
 
-        rows = PartitionSpec(DATA)
-        return self._shard(one, (rows, rows), PartitionSpec(None, DATA))(weights, tokens, lengths)
+        by_row = PartitionSpec(None, DATA)
+        return self.shard(device_fn, (WEIGHTS, BY_ROW, BY_ROW), by_row)(weights, tokens, lengths)
 
     def _local(self, tokens: Array) -> State:
         return self.empty(tokens.shape[0], tokens.shape[1], ranks(MODEL))
@@ -407,24 +214,30 @@ class Program:
 
 
 @functools.lru_cache(maxsize=128)
+def _row_copier(program: Program, width: int) -> Callable:
+    """(state, row, first) -> a copy of one row with `width` slots a rank."""
+
+    def device_fn(state: State, row: Array, first: Array) -> State:
+        first = program.stripes.length(first, program.key_rank())
+
+        def copy(path: tuple, array: Array) -> Array:
+            name = path[-1].name
+            if "S" in STATE_DIMS[name]:
+                return slots_of(name, array, row, first, width)
+            return row_of(name, array, row)
+
+        return dataclasses.replace(jax.tree_util.tree_map_with_path(copy, state), max_length=0)
+
+    return program.compiled(device_fn, (STATE, REPLICATED, REPLICATED), STATE_ROW)
+
+
+@functools.lru_cache(maxsize=128)
 def state_maker(program: Program, batch: int, max_length: int) -> Callable[[], State]:
     """A compiled maker of empty states, kept: a request should not compile one anew."""
     specs = program.state_specs(max_length)
     shardings = jax.tree.map(lambda spec: NamedSharding(program.mesh, spec), specs)
     made = jax.jit(lambda: program.empty(batch, max_length), out_shardings=shardings)
     return within(program.mesh, made)
-
-
-def differences(mine: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
-    """The sizes and switches of a state's model that another does not share, or does not know; the
-    ids of marks (begin, end, padding) do not count.
-    """
-    names = [name for name in {**theirs, **mine} if name not in ("bos", "eos", "pad")]
-    return [
-        f"the state is of a model with {name} {mine.get(name)!r}, not {theirs.get(name)!r}"
-        for name in names
-        if mine.get(name) != theirs.get(name)
-    ]
 
 
 _shared_program = functools.lru_cache(maxsize=32)(Program)  # equal programs are one, compiled once

@@ -19,11 +19,12 @@ from ..model.decoder import Span, holders, spans
 from ..model.state import STATE_DIMS, State, home_of
 from ..parallel.helix import Stripes
 from ..parallel.mesh import DATA, mesh_sizes
+from ..parallel.on_mesh import own_mesh
 from ..parallel.placement import Placement
 from ..parallel.processes import agree, settle, to_host, together
 from .fitting import device_memory
-from .on_mesh import own_mesh
-from .program import Program, differences, make_program
+from .model_on_mesh import differences
+from .program import Program, make_program
 from .runner import Runner
 from .state_files import (
     Description,

@@ -16,10 +16,10 @@ from ..errors import RequestError, shown
 from ..model.state import State, home_of
 from ..numerics import is_whole
 from ..parallel.mesh import DATA
+from ..parallel.on_mesh import own_mesh
 from ..parallel.placement import Placement
 from ..parallel.processes import agree, to_device, to_host, to_mesh
 from .memory import PREFILL_ROWS
-from .on_mesh import own_mesh
 from .program import Program, state_maker
 
 Ids = ArrayLike | Sequence  # whole numbers, as an array or nested lists
@@ -113,7 +113,7 @@ class Runner:
                 f"{self.config.max_positions} tokens"
             )
         self.program.refuse_what_exceeds(int(batch), int(max_length))
-        empty = state_maker(self.program, self._rows(int(batch)), int(max_length))()
+        empty = state_maker(self.program, self.program.padded_rows(int(batch)), int(max_length))()
         return dataclasses.replace(empty, batch=int(batch), home=self.program)
 
     def prefill(self, state: State, tokens: Ids, lengths: Ids | None = None) -> tuple[Array, State]:
@@ -124,9 +124,7 @@ class Runner:
         token so far. A prompt given in pieces equals the prompt given at once. The state passed in
         is consumed. Long pieces run in chunks.
         """
-        ids, lengths = self._checked(tokens, lengths)
-        self._fits(state, lengths)
-        return self.advance(state, ids, lengths)
+        return self._checked_advance(state, tokens, lengths, "prefill")
 
     def decode(self, state: State, tokens: Ids) -> tuple[Array, State]:
         """One more token per row, tokens [B]: logits [B, vocab] after it, next state. The state is
@@ -135,27 +133,33 @@ class Runner:
         ids = _array("tokens", tokens, "[B]")
         if ids.ndim != 1:
             raise RequestError(f"decode takes one token per row, [B]; got shape {ids.shape}")
-        return self.prefill(state, ids[:, None])
+        return self._checked_advance(state, ids[:, None], None, "decode")
 
-    def advance(self, state: State, ids: np.ndarray, lengths: np.ndarray) -> tuple[Array, State]:
-        """`prefill` of ids that were checked, a chunk at a time."""
+    def _checked_advance(
+        self, state: State, tokens: Ids, lengths: Ids | None, kind: str
+    ) -> tuple[Array, State]:
+        ids, lengths = self._checked(tokens, lengths)
+        self._fits(state, lengths)
+        return self.advance(state, ids, lengths, kind)
+
+    def advance(
+        self, state: State, ids: np.ndarray, lengths: np.ndarray, kind: str = "prefill"
+    ) -> tuple[Array, State]:
+        """`prefill` or `decode` of ids that were checked, a chunk at a time."""
         logits = None
         for first in range(0, max(1, int(lengths.max(initial=0))), self.chunk):
             piece = ids[:, first : first + self.chunk]
             part = np.clip(lengths - first, 0, self.chunk)
-            logits, state = self.program.advance(self.weights, state, *self._placed(piece, part))
+            placed = self._placed(piece, part)
+            logits, state = self.program.advance(self.weights, state, *placed, kind)
         assert logits is not None
         with own_mesh(self.mesh):
             return logits if len(logits) == len(ids) else logits[: len(ids)], state
 
-    def _rows(self, batch: int) -> int:
-        """Rows that a batch runs as: padded with inactive ones to a multiple of the data ranks."""
-        return -(-batch // self.data_ranks) * self.data_ranks
-
     def _placed(self, ids: np.ndarray, lengths: np.ndarray) -> tuple[Any, Any]:
         """Ids and lengths on the mesh, padded to full rows and to a bucket's width."""
         B, T = ids.shape
-        more = self._rows(B) - B
+        more = self.program.padded_rows(B) - B
         ids = np.pad(ids, ((0, more), (0, bucket(T, self.chunk) - T))).astype(np.int32)
         lengths = np.pad(lengths, (0, more)).astype(np.int32)
         rows = NamedSharding(self.mesh, PartitionSpec(DATA))

@@ -19,8 +19,8 @@ from tolerances import EXACT
 import kimi_jax as kj
 from kimi_jax import checkpoint
 from kimi_jax.model.decoder import declare, kind_spans, spans
+from kimi_jax.model.implementations import DEFINITIONS, Forms
 from kimi_jax.model.mxfp4 import MXFP4
-from kimi_jax.model.state import DEFINITIONS, Forms
 from kimi_jax.runtime.program import make_program
 
 LENGTHS = (70, 41, 7)

@@ -29,10 +29,11 @@ from oracles import (
 from tolerances import MOE_MESH
 
 from kimi_jax.model.experts import address_rows, dispatched
+from kimi_jax.model.implementations import Forms
 from kimi_jax.model.layers import Expert
 from kimi_jax.model.moe import MoE
 from kimi_jax.model.mxfp4 import MXFP4, PLAIN
-from kimi_jax.model.state import Forms, Step
+from kimi_jax.model.step import Step
 from kimi_jax.numerics import at_least_float32
 from kimi_jax.parallel import collectives
 from kimi_jax.parallel.collectives import of_bits, to_bits
@@ -50,8 +51,8 @@ def ragged_on_cpu(monkeypatch):
 def sublayer(module, x, active, step):
     """All rows in, all rows out, whatever the rank holds between them."""
     step = step_with(active, step)
-    y = module(collectives.own_rows(x) if step.sliced else x, step)
-    return step.every(y)
+    y = module(collectives.own_rows(x) if step.is_sliced else x, step)
+    return step.all_rows(y)
 
 
 def per_device(f, config, data, model, place, forms=Forms(), dtype="float64", quantization=PLAIN):  # noqa: B008

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import quick_jit, small_config
 
-from kimi_jax.model.state import Forms
+from kimi_jax.model.implementations import Forms
 from kimi_jax.parallel import collectives
 from kimi_jax.parallel.collectives import Layout
 from kimi_jax.parallel.mesh import DATA, MODEL, make_mesh

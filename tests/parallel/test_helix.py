@@ -11,8 +11,10 @@ from oracles import of_type, quick_jit
 from tolerances import ATTENTION
 
 from kimi_jax.model import mla as mla_module
+from kimi_jax.model.implementations import Forms
 from kimi_jax.model.mla import attend_rows
-from kimi_jax.model.state import Forms, Step, write_rows
+from kimi_jax.model.state import write_rows
+from kimi_jax.model.step import Step
 from kimi_jax.parallel import helix
 from kimi_jax.parallel.helix import Partial, Stripes, merge
 from kimi_jax.parallel.placement import Placement

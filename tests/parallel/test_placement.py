@@ -249,7 +249,7 @@ def test_large_numbers_that_are_accepted_can_be_asked_for(options):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # a threshold above the chunk
         for rows in (1, 4096):
-            assert place.within(64).reduction("prefill", rows, 4)
+            assert place.within(64).reduction("prefill", rows, {"data": 1, "model": 4})
     assert place.slices_rows(1) == (place.sliced_from <= 1)
     assert kj.plan(MESHED, {"model": 4}, place, context=64).total_bytes > 0
 

@@ -15,9 +15,9 @@ from models import AWKWARD, FAMILY, MESHED, write
 
 import kimi_jax as kj
 from kimi_jax.errors import PlacementError
+from kimi_jax.model.implementations import DEFINITIONS
 from kimi_jax.model.layers import Term
 from kimi_jax.model.mxfp4 import MXFP4
-from kimi_jax.model.state import DEFINITIONS
 from kimi_jax.runtime.fitting import verdict
 from kimi_jax.runtime.memory import INPUTS, STATE_TERMS, WEIGHT_TERMS, Plan, plan
 from kimi_jax.runtime.program import make_program

@@ -13,7 +13,7 @@ from models import MESHED, prompts, write
 from tolerances import PATHS
 
 import kimi_jax as kj
-from kimi_jax.model.state import DEFINITIONS, Forms
+from kimi_jax.model.implementations import DEFINITIONS, Forms
 from kimi_jax.runtime.program import make_program
 
 SMALL = dataclasses.replace(MESHED, layers=2, mla_layers=(1,), residual_block=1, index_topk=3)

@@ -8,7 +8,8 @@ import pytest
 from tolerances import LOGITS, NEAR, SIX, STATE
 
 import kimi_jax as kj
-from kimi_jax.model.state import DEFINITIONS, KDAState
+from kimi_jax.model.implementations import DEFINITIONS
+from kimi_jax.model.state import KDAState
 
 P, BOTH = kj.Placement, ("data", "model")
 # Fast and defining forms, scanned and unrolled layers, both types, meshes and placements, pairwise.

@@ -25,7 +25,8 @@ from tolerances import EXACT, LOGITS, NEAR
 import kimi_jax as kj
 from kimi_jax.checkpoint.reader import Checkpoint
 from kimi_jax.model.decoder import build, declare, slice_sizes
-from kimi_jax.model.state import Forms, Step
+from kimi_jax.model.implementations import Forms
+from kimi_jax.model.step import Step
 from kimi_jax.parallel.collectives import own_rows
 from kimi_jax.runtime.program import make_program
 
@@ -393,7 +394,7 @@ def test_slices_on_four_ranks_join_to_the_whole(P_rows, own):
 
     def slices(x):
         own = own_rows(x)
-        return own, step.every(own), own_rows(step.valid.reshape(-1))
+        return own, step.all_rows(own), own_rows(step.valid.reshape(-1))
 
     spec = jax.sharding.PartitionSpec
     run = jax.shard_map(

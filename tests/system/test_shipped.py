@@ -30,7 +30,7 @@ def test_its_bits_per_byte_are_those_it_says(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     import eval_small
 
-    from kimi_jax.model.state import Forms
+    from kimi_jax.model.implementations import Forms
 
     _, held_out = eval_small.split(eval_small.BOOK.read_text(encoding="utf-8"))
     measured = eval_small.evaluate(SHIPPED, "float32", Forms(), held_out)["bits_per_byte"]

@@ -6,7 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
+
+from .mesh import MODEL
+
+BY_MODEL_RANK = PartitionSpec(MODEL)
 
 
 def within(mesh: Mesh, function: Callable) -> Callable:
@@ -26,3 +30,17 @@ def own_mesh(mesh: Mesh) -> contextlib.AbstractContextManager:
     if current.empty or current == mesh.abstract_mesh:
         return contextlib.nullcontext()
     return jax.set_mesh(mesh)
+
+
+def model_ranks(mesh: Mesh) -> int:
+    """The devices along the axis `model`."""
+    return mesh.shape[MODEL]
+
+
+def on_model_ranks(mesh: Mesh, device_fn: Callable) -> Callable:
+    """A function of each model rank's share of an array's first dim, compiled for whole arrays."""
+    return jax.jit(
+        jax.shard_map(
+            device_fn, mesh=mesh, in_specs=BY_MODEL_RANK, out_specs=BY_MODEL_RANK, check_vma=False
+        )
+    )

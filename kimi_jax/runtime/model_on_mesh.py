@@ -1,0 +1,247 @@
+"""A model on a mesh before any array exists: shapes and shardings of its weights and states, and
+how a per-device function becomes one of whole arrays.
+"""
+
+import dataclasses
+import functools
+import math
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ..config.config import Config
+from ..model.decoder import Kimi, declare, new_state, spans
+from ..model.implementations import Forms
+from ..model.mxfp4 import MXFP4, Quantization
+from ..model.state import STATE_DIMS, STATE_ROLES, State
+from ..parallel.helix import Stripes
+from ..parallel.mesh import DATA, mesh_sizes, sizes_text
+from ..parallel.on_mesh import within
+from ..parallel.placement import Placement
+from ..parallel.roles import Role
+from .fitting import device_memory, refuse_what_exceeds
+from .memory import Plan, plan
+from .state_files import save_state
+
+# How an argument or a result of a per-device function is sharded: a `PartitionSpec` or one of these
+# names of many specs.
+WEIGHTS = "weights"
+STATE = "state"  # of the requests, rows split over `data`
+STATE_ROW = "state row"  # a copy of one row, on every data rank
+BY_ROW = PartitionSpec(DATA)
+REPLICATED = PartitionSpec()
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelOnMesh:
+    """One decoder's config, mesh, placement and types; hashable, so that programs are shared."""
+
+    config: Config
+    mesh: Mesh
+    place: Placement
+    dtype: str
+    scan: bool
+    quantization: Quantization
+    forms: Forms
+
+    @functools.cached_property
+    def declared(self) -> Kimi:
+        """The module with its weights declared, none allocated."""
+        return Kimi(self.config, self.dtype, self.stacks, quantization=self.quantization)
+
+    @property
+    def stacks(self) -> tuple:
+        """Spans of the layers, in order."""
+        return spans(self.config, self.scan)
+
+    @functools.cached_property
+    def weight_specs(self) -> dict[tuple, PartitionSpec]:
+        """The mesh axes of every weight, by path."""
+        return {w.path: self.place.spec(w.roles) for w in declare(self.declared)}
+
+    @functools.cached_property
+    def sizes(self) -> dict[str, int]:
+        """The ranks of both mesh axes."""
+        return mesh_sizes(self.mesh)
+
+    @functools.cached_property
+    def weight_shapes(self) -> dict[tuple, jax.ShapeDtypeStruct]:
+        """Shape, type and sharding of every weight, by path: what a step is compiled for."""
+        return {
+            w.path: jax.ShapeDtypeStruct(
+                w.placed(self.place, self.sizes),
+                w.dtype,
+                sharding=NamedSharding(self.mesh, self.weight_specs[w.path]),
+            )
+            for w in declare(self.declared)
+        }
+
+    @property
+    def stripes(self) -> Stripes:
+        """Where cached keys live."""
+        return self.place.stripes(self.sizes)
+
+    def padded_rows(self, batch: int) -> int:
+        """Rows that a batch runs as: padded with inactive ones to a multiple of the data ranks."""
+        return -(-batch // self.sizes[DATA]) * self.sizes[DATA]
+
+    def empty(self, B: int, S: int, ranks: int = 1) -> State:
+        """An empty state of B rows for S tokens each: of the mesh, or of one of its model ranks."""
+        n = self.stripes.ranks
+        H = self.place.padded(Role.HEADS, self.config.kda_heads, self.sizes)
+        slots = self.stripes.slots(S) * (n // ranks if n > 1 else 1)
+        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
+        state = new_state(self.config, self.dtype, self.stacks, B, slots, H // ranks, on_cpu)
+        return dataclasses.replace(state, max_length=S)
+
+    def state_shapes(self, B: int, S: int) -> State:
+        """`empty` as shapes with their shardings."""
+        return jax.tree.map(
+            lambda x, spec: jax.ShapeDtypeStruct(
+                x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec)
+            ),
+            jax.eval_shape(lambda: self.empty(B, S)),
+            self.state_specs(S),
+        )
+
+    def other_states_than(self, other: "ModelOnMesh") -> list[str]:
+        """How states of this program differ from those of another, one line for each difference."""
+        if self is other:
+            return []
+        mine, theirs = self.place, other.place
+        problems = differences(vars(self.config), vars(other.config))
+        if self.dtype != other.dtype:
+            problems.append(f"the state is {self.dtype}, the model {other.dtype}")
+        moved = []
+        if self.mesh != other.mesh:
+            moved.append(f"lives on another mesh than this model: {sizes_text(self.sizes)}")
+        if mine.keys != theirs.keys:
+            moved.append(f"has {mine.keys} keys, the model {theirs.keys} keys")
+        elif self.stripes != other.stripes:
+            moved.append(
+                f"has helix_block {mine.helix_block}, the model helix_block {theirs.helix_block}"
+            )
+        if self.stacks != other.stacks:
+            moved.append(f"has layers grouped by scan={self.scan}, the model by {other.scan}")
+        hint = f": kimi_jax.move(state, placement, mesh, scan={other.scan}) brings it over"
+        return [*problems, *(f"the state {what}{hint}" for what in moved)]
+
+    def refuse_what_exceeds(self, batch: int, context: int) -> None:
+        """Raise `PlacementError`, with the plan, where a device cannot hold the weights and such a
+        state.
+        """
+        refuse_what_exceeds(self.plan(batch, context), device_memory(self.mesh))
+
+    def plan(self, batch: int, context: int) -> Plan:
+        """What each device holds with a state of such size."""
+        return plan(
+            self.config, self.mesh, self.place,
+            batch=batch, context=context, dtype=self.dtype,
+            packed=self.quantization is MXFP4,
+        )  # fmt: skip
+
+    def save(self, state: State, path: str | os.PathLike) -> None:
+        """Write a state of this program to a new folder."""
+        save_state(state, path)
+
+    def state_specs(self, S: int = 1) -> Any:
+        """The mesh axes of every array of a state for S tokens, by name."""
+        shapes = dataclasses.replace(jax.eval_shape(lambda: self.empty(1, 1)), max_length=S)
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: self.place.spec(STATE_ROLES[path[-1].name]), shapes
+        )
+
+    def row_specs(self) -> Any:
+        """The mesh axes of a row that `take` copied: every data rank has it."""
+        return jax.tree.map(
+            lambda spec: PartitionSpec(*(None if axis == DATA else axis for axis in spec)),
+            self.state_specs(0),
+        )
+
+    def row_bytes(self, width: int) -> int:
+        """What a row that `take` copied with so many slots takes of each device."""
+
+        def of(path: tuple, x: Any, spec: PartitionSpec) -> int:
+            slots = width * self.stripes.ranks
+            dims = zip(STATE_DIMS[path[-1].name], x.shape, strict=True)
+            shape = [slots if dim == "S" else size for dim, size in dims]
+            local = NamedSharding(self.mesh, spec).shard_shape(tuple(shape))
+            return math.prod(local) * x.dtype.itemsize
+
+        shapes = dataclasses.replace(jax.eval_shape(lambda: self.empty(1, 1)), max_length=0)
+        return sum(jax.tree.leaves(jax.tree_util.tree_map_with_path(of, shapes, self.row_specs())))
+
+    def shard(self, device_fn: Callable, inputs: Sequence[Any], outputs: Any) -> Callable:
+        """`device_fn`, written for one device, as a function of whole arrays on the mesh.
+
+        `inputs` and `outputs` (one, or a tuple of several) say how each argument and result is
+        sharded. The slots of a state are part of its tree and so of its specs: these are made for
+        the first state among the arguments.
+        """
+
+        def global_fn(*arguments: Any) -> Any:
+            lengths = [x.max_length for x in arguments if isinstance(x, State)]
+            specs = lambda kind: self._specs(kind, lengths[0] if lengths else 0)  # noqa: E731
+            out = tuple(map(specs, outputs)) if type(outputs) is tuple else specs(outputs)
+            return jax.shard_map(
+                device_fn,
+                mesh=self.mesh,
+                in_specs=tuple(map(specs, inputs)),
+                out_specs=out,
+                check_vma=False,
+            )(*arguments)
+
+        return global_fn
+
+    def compiled(
+        self, device_fn: Callable, inputs: Sequence[Any], outputs: Any, *, donate: int | None = None
+    ) -> Callable:
+        """`shard`, compiled: also for states as users hold them, of which the one among the results
+        belongs to the requests of the argument that is donated.
+        """
+        jitted = jax.jit(self.shard(device_fn, inputs, outputs), donate_argnums=donate)
+        call = within(self.mesh, jitted)
+
+        def run(*arguments: Any) -> Any:
+            results = call(*map(_argument, arguments))
+            return results if donate is None else self._with_home(results, arguments[donate].batch)
+
+        return run
+
+    def _with_home(self, results: Any, batch: int) -> Any:
+        if isinstance(results, State):
+            return dataclasses.replace(results, batch=batch, home=self)
+        return tuple(
+            dataclasses.replace(x, batch=batch, home=self) if isinstance(x, State) else x
+            for x in results
+        )
+
+    def _specs(self, kind: Any, max_length: int) -> Any:
+        if kind is WEIGHTS:
+            return self.weight_specs
+        if kind is STATE:
+            return self.state_specs(max_length)
+        return self.row_specs() if kind is STATE_ROW else kind
+
+
+def differences(mine: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+    """The sizes and switches of a state's model that another does not share, or does not know; the
+    ids of marks (begin, end, padding) do not count.
+    """
+    names = [name for name in {**theirs, **mine} if name not in ("bos", "eos", "pad")]
+    return [
+        f"the state is of a model with {name} {mine.get(name)!r}, not {theirs.get(name)!r}"
+        for name in names
+        if mine.get(name) != theirs.get(name)
+    ]
+
+
+def _argument(value: Any) -> Any:
+    """What a compiled function takes: states without their home, whole numbers as int32."""
+    if isinstance(value, State):
+        return value.bare()
+    return np.int32(value) if isinstance(value, int) else value
