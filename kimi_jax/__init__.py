@@ -9,9 +9,16 @@ One vocabulary runs through the package; a capital letter is a dim or its size:
     W conv taps            P rows of the residual stream held by a rank      X (row, expert) pairs
     I index dim            J index heads              U keys kept            G groups of a stack
 
-The path of a prompt, each arrow one call to jump into: cli -> Tokenizer.encode -> generate ->
-Program.step (jit, shard_map) -> Kimi -> Stack -> Layer [mix -> KDA | MLA -> mix -> MLP | MoE] ->
-norm, head -> sample -> TextBuilder.
+The path of a prompt, each arrow one call to jump into:
+
+    text to ids   cli -> Model.generate -> generate -> encode -> Tokenizer.encode
+    schedule      generate -> engine.run
+    prefill       a chunk a call: Runner.advance -> Program.advance -> Program.step -> Kimi
+    decode        n steps a call: Program.decode_steps -> Kimi.head_logits -> sample -> Kimi
+    the model     Kimi -> Stack -> Layer [mix -> KDA | MLA -> mix -> MLP | MoE] -> mix -> norm
+    ids to text   TextBuilder, a token at a time
+
+`Program.step` and `Program.decode_steps` are the compiled functions: jit of a shard_map.
 """
 
 import importlib

@@ -1,5 +1,17 @@
 """The decoder, top to bottom: Layer, stacks of equal groups of layers, Kimi; and how its weights
 are declared and built.
+
+Unusual in this model:
+
+- Attention residuals: a layer reads a softmax mixture of earlier block starts and the running sum.
+- Three KDA layers (linear attention, a fixed-size state) to one MLA layer; the last layer is MLA.
+- Positions are not encoded: the "rope" dims of MLA exist and are not rotated.
+- A sigmoid gate on the output of both kinds of attention.
+- Latent mixture of experts: routed experts run on a projection of half the hidden size, the shared
+  experts on the hidden size; the router's bias selects experts and never weighs them.
+- Routed experts are stored in MXFP4; all else is bfloat16 or float32.
+- SiTU in place of SwiGLU: tanh bounds both the gate and the up projection.
+- K3.1: an indexer in every MLA layer selects the 2,048 cached keys that a token attends to.
 """
 
 import dataclasses
