@@ -1,4 +1,4 @@
-"""The rows of the requests that decode together, made for the devices."""
+"""The rows of the requests that decode together, as arrays on the devices."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any

@@ -66,7 +66,7 @@ class ChunkTree:
         return chain
 
     def add(self, ids: Sequence[int], copy: Callable[[int], Any]) -> None:
-        """Keep the last chunk of `ids`, which are whole chunks: `copy` of the position where it
+        """Keep the last chunk of `ids`, which are full chunks: `copy` of the position where it
         begins, unless it is here already. The chunks before it must be here; where one had to make
         room, nothing is kept.
         """

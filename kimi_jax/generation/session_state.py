@@ -37,12 +37,12 @@ class SessionState:
         self.tokens: list[int] = []  # the conversation so far
         self._fixed = max_length is not None
         self._state: State | None = None
-        self._seen: list[int] = []  # what the state has taken in
-        self._marks: list[tuple[int, State]] = []  # lengths of the latest prompts, memories there
+        self._seen: list[int] = []  # the ids that the state has seen
+        self._marks: list[tuple[int, State]] = []  # where prompts ended: (length, state)
         self._turn: Any = None
 
     def reset(self) -> None:
-        """Forget the conversation; the memory stays for the next one."""
+        """Forget the conversation; its buffers stay for the next one."""
         self.end_turn()
         self.tokens, self._seen, self._marks = [], [], []
 
@@ -58,15 +58,16 @@ class SessionState:
         return None if is_same else "the session is of another model"
 
     def resume(self, ids: Sequence[int], length: int) -> tuple[State, int]:
-        """The state for a prompt of such ids, with room for so many tokens, and how many of the
-        ids it has seen. It is the engine's until `keep`.
+        """The state for a prompt of `ids`, with room for `length` tokens, and how many of the ids
+        it has seen. It is the engine's until `keep`. Where it is refused, nothing has changed.
         """
         state, marks, seen = self._state, self._marks, self._seen
         if state is None:
-            state, marks, seen = self.model.new_state(1, self._room(length)), [], []
+            state = self.model.new_state(1, self._room(length))
+            marks, seen = [], []
         elif state.max_length < length:
             state = self._grown(state, self._room(length))
-        # Nothing has changed so far: a state that the devices cannot hold was refused.
+        # Nothing has changed so far: the devices may have no room for the state.
         self._state, self._marks, self._seen = None, marks, []
         shared = _shared(seen, ids)
         if shared < len(seen):
@@ -76,8 +77,8 @@ class SessionState:
         return dataclasses.replace(state, length=self.model.place_rows(begins)), shared
 
     def mark(self, state: State, length: int) -> None:
-        """A prompt of such a length ends here: its memories are copied. Those of the prompt before
-        are kept too, for a turn that is asked again.
+        """A prompt of `length` tokens ends here: copy its recurrent and conv states. Those of the
+        prompt before are kept too, for a turn that is asked again.
         """
         self._marks = [*self._marks[-1:], (length, self.model.program.copy_row(state, 0, 0, 0))]
 
@@ -89,7 +90,7 @@ class SessionState:
             self._state, self._seen = state, list(ids[: int(to_host(state.length)[0])])
 
     def _return(self, state: State, shared: int) -> tuple[State, int]:
-        """Back to the last mark among the first `shared` tokens; to none where there is no such."""
+        """Back to the last mark within the first `shared` tokens, or to an empty state."""
         self._marks = [(length, copy) for length, copy in self._marks if length <= shared]
         if not self._marks:
             return state, 0
@@ -97,7 +98,7 @@ class SessionState:
         return self.model.program.restore_row(state, 0, copy, length), length
 
     def _room(self, length: int) -> int:
-        """Slots for so many tokens: growth is rare, as each size compiles its own programs."""
+        """Slots for `length` tokens: growth is rare, as each size compiles its own programs."""
         slots = self.max_length if self._fixed else ROOM
         while slots < length:
             slots *= 4

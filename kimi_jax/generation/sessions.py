@@ -15,9 +15,10 @@ class Session(SessionState):
 
     `generate` and `stream` continue what the session has seen, `chat` takes the whole conversation
     as `Model.chat` does. Turns give what the same ids give without a session. Where a turn does not
-    continue what the state has seen (a reply ended inside a trip by a stop string or by closing its
-    stream, was written otherwise by its chat message, or is another one now) the state goes back to
-    where the latest prompt ended that both share, or to nothing. A new turn ends one that runs.
+    continue what the state has seen (a reply ended within a multi-step decode by a stop string or
+    by closing its stream, was written otherwise by its chat message, or is another one now) the
+    state goes back to where the latest prompt ended that both share, or to an empty one. A new turn
+    ends one that runs.
     """
 
     def __init__(self, model: TextRunner, max_length: int | None = None):
