@@ -79,11 +79,17 @@ def test_the_first_screen_is_25_lines():
     assert TEXT.split("\n## ")[0].strip().count("\n") < 25
 
 
-def test_the_tree_names_every_folder():
-    tree = TEXT.split("## Files")[1].split("```")[1]
-    named = set(re.findall(r"^  (\w+)/ ", tree, re.M))
-    assert named == {
-        path.name
-        for path in (ROOT / "kimi_jax").iterdir()
-        if path.name[0].isalpha() and path.is_dir()
-    }
+def test_the_tree_names_every_folder_and_file():
+    tree = TEXT.split("## Files")[1].split("```")[1].split("docs/")[0]
+    named, folder = set(), ""
+    for line in tree.splitlines():
+        if found := re.match(r"  (\w+)/ ", line):
+            folder = found[1]
+            named.add(folder)
+        elif line.startswith("    "):
+            named |= {f"{folder}/{name}" for name in re.findall(r"\w+\.py", line)}
+        elif found := re.match(r"  (\w+\.py) ", line):
+            named.add(found[1])
+    package = ROOT / "kimi_jax"
+    files = {str(path.relative_to(package)) for path in package.rglob("[a-z]*.py")}
+    assert named == files | {path.split("/")[0] for path in files if "/" in path} | {"shipped"}
