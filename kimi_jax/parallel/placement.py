@@ -142,50 +142,9 @@ class Placement:
         count.
         """
         sizes = mesh_sizes(mesh)
-        problems = [
-            f"  {name}: {size} over {ranks} ranks"
-            + (f" (pad={(pad,)!r} would complete it to {-(-size // ranks) * ranks})" if pad else "")
-            for name, size, ranks, pad in self._cuts(config, sizes)
-            if size % ranks and pad not in self.pad
-        ]
-        title = f"a mesh of {sizes_text(sizes)} does not divide:"
-        lines = [title, *problems] if problems else []
-        hops, most = self._reduction.fp32_hops, max(0, sizes[MODEL] - 2)
-        if sizes[MODEL] > 1 and hops > most:
-            lines.append(
-                f"ring_fp32_hops must lie in 0..{most} at {sizes[MODEL]} ranks, got {hops}"
-            )
-        lap = self.helix_block * sizes[MODEL]
-        if self.keys == "helix" and lap >= 2**31:
-            lines.append(f"helix_block: {self.helix_block} over {sizes[MODEL]} ranks is {lap} "
-                         "positions, more than 32 bits count")  # fmt: skip
-        dense = [i for i in range(config.layers) if config.is_dense(i)]
-        if self.rows != "full" and dense[-1:] > [len(dense) - 1]:
-            late = ", ".join(str(i) for at, i in enumerate(dense) if i > at)
-            lines.append(f"rows={self.rows!r}: no layer after the first with experts may be dense, "
-                         f"and layers {late} are")  # fmt: skip
+        lines = [*_division_lines(self, config, sizes), *_option_lines(self, config, sizes)]
         if lines:
             raise PlacementError("\n".join(lines))
-
-    def _cuts(self, config: Config, sizes: Sizes) -> Iterator[tuple[str, int, int, str | None]]:
-        """Every dimension that is cut: its name, size, ranks, and what `pad` calls it."""
-        model, spread = sizes[MODEL], math.prod(sizes[axis] for axis in self.expert_axes)
-        dense = [config.is_dense(i) for i in range(config.layers)]
-        if config.mla_layers:
-            yield "heads", config.heads, model, "heads"
-        if config.kda_layers:
-            yield "KDA heads", config.kda_heads, model, "heads"
-        yield "vocabulary", config.vocab, model, "vocab"
-        if not all(dense):
-            yield "experts", config.experts, spread, "experts"
-        if any(dense):
-            yield "dense intermediate", config.dense_ffn, model, "dense"
-        if not all(dense) and config.shared_experts and self.axes(Role.SHARED_WIDTH):
-            yield "shared intermediate", config.shared_ffn, model, "shared"
-        if not all(dense) and self.latent == "sharded":
-            yield "latent width", config.latent, model, None
-            if spread != model:
-                yield "router", config.experts, model, "experts"
 
     def axes(self, role: Role | None) -> tuple[str, ...]:
         """The mesh axes that shard dims of a role; none where they are replicated."""
@@ -282,6 +241,63 @@ def as_placement(placement: Any = None) -> Placement:
     if not isinstance(placement, Placement):
         raise PlacementError(f"placement must be a Placement, got {shown(placement)}")
     return placement
+
+
+def _division_lines(place: Placement, config: Config, sizes: Sizes) -> list[str]:
+    """A title and a line for every dimension that does not divide; none where all do."""
+    lines = [
+        f"  {name}: {size} over {shown(ranks)} ranks"
+        + (f" (pad={(pad,)!r} would pad it to {shown(-(-size // ranks) * ranks)})" if pad else "")
+        for name, size, ranks, pad in _sharded_dims(place, config, sizes)
+        if size % ranks and pad not in place.pad
+    ]
+    return [f"a mesh of {sizes_text(sizes)} does not divide:", *lines] if lines else []
+
+
+def _sharded_dims(
+    place: Placement, config: Config, sizes: Sizes
+) -> Iterator[tuple[str, int, int, str | None]]:
+    """Every dimension that is sharded: its name, size, ranks, and what `pad` calls it."""
+    model = sizes[MODEL]
+    spread = math.prod(sizes[axis] for axis in place.expert_axes)
+    dense = [config.is_dense(i) for i in range(config.layers)]
+    if config.mla_layers:
+        yield "heads", config.heads, model, "heads"
+    if config.kda_layers:
+        yield "KDA heads", config.kda_heads, model, "heads"
+    yield "vocabulary", config.vocab, model, "vocab"
+    if not all(dense):
+        yield "experts", config.experts, spread, "experts"
+    if any(dense):
+        yield "dense intermediate", config.dense_ffn, model, "dense"
+    if not all(dense) and config.shared_experts and place.axes(Role.SHARED_WIDTH):
+        yield "shared intermediate", config.shared_ffn, model, "shared"
+    if not all(dense) and place.latent == "sharded":
+        yield "latent width", config.latent, model, None
+        if spread != model:
+            yield "router", config.experts, model, "experts"
+
+
+def _option_lines(place: Placement, config: Config, sizes: Sizes) -> Iterator[str]:
+    """A line for every option whose number does not go with the config or the mesh."""
+    hops = place.ring_fp32_hops if place.prefill_reduce == "ring_bf16" else 0
+    most = max(0, sizes[MODEL] - 2)
+    if sizes[MODEL] > 1 and hops > most:
+        ranks = shown(sizes[MODEL])
+        yield f"ring_fp32_hops must lie in 0..{shown(most)} at {ranks} ranks, got {hops}"
+    lap = place.helix_block * sizes[MODEL]
+    if place.keys == "helix" and lap >= 2**31:
+        yield (
+            f"helix_block: {place.helix_block} over {shown(sizes[MODEL])} ranks is {shown(lap)} "
+            "positions, more than 32 bits count"
+        )
+    dense = [i for i in range(config.layers) if config.is_dense(i)]
+    if place.rows != "full" and dense[-1:] > [len(dense) - 1]:
+        late = ", ".join(str(i) for at, i in enumerate(dense) if i > at)
+        yield (
+            f"rows={place.rows!r}: no layer after the first with experts may be dense, and layers "
+            f"{late} are"
+        )
 
 
 def _is_list_of_names(value: Any) -> bool:

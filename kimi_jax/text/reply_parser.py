@@ -136,34 +136,28 @@ class ReplyParser:
 
     def _open(self, header: Header) -> list[ChatEvent]:
         name = header.name
-        if name in CHANNELS:
-            events = self._abandon_inside(0)
-            self._path = [name]
-            self._answer.begin(is_in_channel=True)
-            return events
-        if name == "call":
-            events = self._abandon_inside(0)
-            self._path = ["tools", "call"]
-            self._call = CallBuilder(header)
-            return events
-        if not self._call:
+        is_nested = name not in CHANNELS and name != "call"
+        if is_nested and not self._call:
             self._report(f"{name} outside a tool call was left out")
             return []
-        events = self._abandon_inside(2)
-        self._path.append(name)
-        self._call.begin(header)
+        events = self._abandon_inside(2 if is_nested else 0)
+        if name in CHANNELS:
+            self._path = [name]
+            self._answer.begin(is_in_channel=True)
+        elif name == "call":
+            self._path = ["tools", "call"]
+            self._call = CallBuilder(header)
+        elif self._call:
+            self._path.append(name)
+            self._call.begin(header)
         return events
 
     def _close(self, name: str) -> list[ChatEvent]:
         if name == "message":
             return self._end()
         if name not in self._path:
-            was_thinking = name == "think" and self._path in ([], ["response"])
-            return (
-                self._reclassify_as_thinking()
-                if was_thinking and not self._answer.is_certain
-                else []
-            )
+            may_be_thinking = self._path in ([], ["response"]) and not self._answer.is_certain
+            return self._reclassify_as_thinking() if name == "think" and may_be_thinking else []
         events = self._abandon_inside(self._path.index(name) + 1, is_closed=True)
         self._path.pop()
         if self._call and name in ("argument", "json"):

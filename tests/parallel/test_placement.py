@@ -340,3 +340,9 @@ def test_the_state_is_cut_as_the_placement_says(tmp_path):
     assert shapes(mla.index_keys) == {(1, 2, 128, MESHED.index_dim)}
     assert shapes(state.length) == {(2,)}
     assert mesh_sizes(model.mesh) == {"data": 2, "model": 4}
+
+
+def test_a_mesh_of_any_size_is_refused_in_one_error():
+    place = kj.Placement(keys="helix", prefill_reduce="ring_bf16", ring_fp32_hops=2**40)
+    with pytest.raises(kj.PlacementError, match="a whole number of 16,610 bits"):
+        place.check(kj.Config.k3(), {"model": 10**5000})
