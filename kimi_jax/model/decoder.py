@@ -68,7 +68,7 @@ class Layer(nnx.Module):
         """The residual rows x [P, D] that this rank holds and their bank after this layer, the
         state, and the two mixtures' weights.
 
-        The mixture that attention reads is made before a block start pushes x to the bank.
+        The mixture that attention reads is computed before a block start pushes x to the bank.
         """
         eps, block = self.config.norm_eps, self.config.residual_block
         count = -(-index // block)
@@ -103,11 +103,11 @@ class Span:
 
 
 def spans(config: Config, scan: bool) -> tuple[Span, ...]:
-    """Layers as spans: all in one without scan; with it, a head, the longest run of equal groups,
-    and a tail.
+    """Layers as spans: a single span without scan; with it, a head, the longest run of equal
+    groups, and a tail.
 
-    Of all ways to choose the run, the one that leaves the fewest layers to trace; of equals, the
-    one with the shortest period, then the first.
+    The run is chosen so that the least number of layers is traced; among equal runs, the shortest
+    period, then the first.
     """
     N = config.layers
     run = _longest_run(_kinds(config)) if scan else Span(0, N, 1)
@@ -134,8 +134,8 @@ def _kinds(config: Config) -> np.ndarray:
 def _longest_run(kinds: np.ndarray) -> Span:
     """The run of equal groups that saves the most layers: (groups - 1) * period of them.
 
-    Groups repeat where a layer equals the one a period before it, so each unbroken stretch of such
-    layers is one candidate. Quadratic in the layers at worst.
+    Groups repeat where a layer equals the layer a period before it, so each unbroken stretch of
+    these layers is a candidate. Quadratic in the number of layers at worst.
     """
     N = len(kinds)
     best, saved = Span(0, N, 1), 0
@@ -170,8 +170,8 @@ class Stack(nnx.Module):
         )
         for _, param in nnx.iter_graph(self.layers):
             if isinstance(param, nnx.Param):
-                one = param.get_value()
-                param.set_value(jax.ShapeDtypeStruct((span.groups, *one.shape), one.dtype))
+                layer = param.get_value()
+                param.set_value(jax.ShapeDtypeStruct((span.groups, *layer.shape), layer.dtype))
                 meta = param.get_metadata()
                 param.set_metadata(dims=("G", *meta["dims"]))
                 param.set_metadata(counts=(span.groups, *meta["counts"]))
@@ -188,7 +188,7 @@ class Stack(nnx.Module):
             layers = nnx.merge(graph, experts, jax.tree.map(lambda w: w[0], rest))
             return self._group(layers, (x, bank, states), step, 0)
 
-        def one(carry: tuple, group_weights: tuple) -> tuple[tuple, None]:
+        def scan_group(carry: tuple, group_weights: tuple) -> tuple[tuple, None]:
             group, weights = group_weights
             layers = nnx.merge(graph, experts, weights)
             return self._group(layers, carry, dataclasses.replace(step, group=group), group)[
@@ -196,7 +196,7 @@ class Stack(nnx.Module):
             ], None
 
         groups = jnp.arange(self.span.groups, dtype=jnp.int32)
-        (x, bank, states), _ = jax.lax.scan(one, (x, bank, states), (groups, rest))
+        (x, bank, states), _ = jax.lax.scan(scan_group, (x, bank, states), (groups, rest))
         return x, bank, states, []
 
     def _group(
@@ -259,11 +259,11 @@ class Kimi(nnx.Module):
         return out, state, [*mixtures, weights]
 
     def head_logits(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows Z"]:
-        """Logits in at least float32, whole on every rank."""
+        """Logits in at least float32, replicated on the model ranks."""
         w = self.embed if self.config.tie_embeddings else self.head
         with jax.named_scope("head"):
-            whole = collectives.all_gather(linear_wide(x, w[...]), x.ndim - 1)
-        return whole[..., : self.config.vocab]  # a padded vocabulary ends in ids that do not exist
+            logits = collectives.all_gather(linear_wide(x, w[...]), x.ndim - 1)
+        return logits[..., : self.config.vocab]  # a padded vocabulary ends in ids that do not exist
 
 
 def new_state(
@@ -277,8 +277,8 @@ def new_state(
         if config.is_mla(index):
             keys = jnp.zeros((G, B, S, config.index_dim), stored) if config.sparse else None
             return MLAState(jnp.zeros((G, B, S, config.latent_row), stored), keys)
-        window = lambda width: jnp.zeros((G, B, W1, H * width), dtype)  # noqa: E731
-        return KDAState(jnp.zeros((G, B, H, K, V), wide), window(K), window(K), window(V))
+        conv = lambda width: jnp.zeros((G, B, W1, H * width), dtype)  # noqa: E731
+        return KDAState(jnp.zeros((G, B, H, K, V), wide), conv(K), conv(K), conv(V))
 
     layers = [[layer(span.layer(j, 0), span.groups) for j in range(span.period)] for span in stacks]
     return State(layers, jnp.zeros(B, jnp.int32), jnp.zeros((B, config.hidden), dtype), S)
@@ -286,8 +286,8 @@ def new_state(
 
 @dataclasses.dataclass(frozen=True)
 class Declared:
-    """One weight before it exists: where it stands in the module, its shape and type, its dims, its
-    released layers.
+    """A declared weight, not yet allocated: its path in the module, shape, type, dims, and the
+    names of its released layers.
     """
 
     path: tuple
@@ -297,15 +297,15 @@ class Declared:
     counts: tuple[int, ...]  # of things that are never split, dim by dim
     roles: tuple[Role | None, ...]  # what each dim is sharded by
     term: Term  # what a plan counts it to
-    names: tuple[str, ...]  # one per group, or the one name of a weight outside the layers
+    names: tuple[str, ...]  # one per group, or a single name for a weight outside the layers
 
     def placed(self, place: Placement, sizes: Sizes) -> tuple[int, ...]:
-        """Its shape on a mesh, completed where the placement pads."""
+        """Its shape on a mesh, with the padding of the placement."""
         return place.padded_shape(self.roles, self.counts, self.shape, sizes)
 
 
 def declare(model: Kimi) -> Iterator[Declared]:
-    """Every weight of a declared model, in order. Costs no memory at any size."""
+    """Every weight of a declared model, in order. Allocates no arrays."""
     for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         value, meta = param.get_value(), param.get_metadata()
         names = (".".join(map(str, path)),)
@@ -326,17 +326,17 @@ def build(
     read: Read,
     done: Callable[[int], None] = lambda n: None,
 ) -> dict:
-    """Fill a declared model: path -> array on the mesh. `read(name, index)` is asked once for each
-    slice that this process' devices hold, however many of them hold it.
+    """Fill a declared model: path -> array on the mesh. `read(name, index)` is called once for each
+    slice that this process' devices hold, however many of them hold it; `done` gets its bytes.
 
-    A slice goes to its devices before the next is read, so that the host holds one at a time.
+    A slice goes to its devices before the next is read, so that the host holds a single slice.
     """
     weights = {}
     for w in declare(model):
         shape, sharding, parts = w.placed(place, mesh_sizes(mesh)), _sharding(w, place, mesh), []
         for spans, devices in holders(shape, sharding).items():
             part = _slice_of(w, spans, read)
-            parts += jax.block_until_ready([jax.device_put(part, one) for one in devices])
+            parts += jax.block_until_ready([jax.device_put(part, device) for device in devices])
             done(part.nbytes)
         weights[w.path] = jax.make_array_from_single_device_arrays(shape, sharding, parts)
     return weights
@@ -356,16 +356,17 @@ def holders(shape: tuple[int, ...], sharding: NamedSharding) -> dict[tuple, list
     """The slices that this process holds, as (start, stop) of each dim, and the devices of each."""
     held: dict[tuple, list] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
-        spans = tuple(cut.indices(size)[:2] for cut, size in zip(index or (), shape, strict=True))
+        pairs = zip(index or (), shape, strict=True)
+        spans = tuple(part.indices(size)[:2] for part, size in pairs)
         held.setdefault(spans, []).append(device)
     return held
 
 
 def _slice_of(w: Declared, spans: tuple[tuple[int, int], ...], read: Read) -> np.ndarray:
-    """One slice of a weight, read group by group; zeros where it is completed beyond its shape."""
+    """A slice of a weight, read group by group and zero-padded beyond the weight's shape."""
     out = np.zeros([stop - start for start, stop in spans], w.dtype)
     real = [slice(min(a, n), min(b, n)) for (a, b), n in zip(spans, w.shape, strict=True)]
-    filled = tuple(slice(0, cut.stop - cut.start) for cut in real)
+    filled = tuple(slice(0, part.stop - part.start) for part in real)
     if w.dims[0] != "G":
         out[filled] = _fit(read(w.names[0], tuple(real)), w, tuple(real))
         return out
@@ -375,7 +376,7 @@ def _slice_of(w: Declared, spans: tuple[tuple[int, int], ...], read: Read) -> np
 
 
 def _fit(array: np.ndarray, w: Declared, index: tuple[slice, ...]) -> np.ndarray:
-    shape = tuple(cut.stop - cut.start for cut in index)
+    shape = tuple(part.stop - part.start for part in index)
     if array.shape != shape:
         raise ValueError(f"{w.names[0]}: read {array.shape}, the model declares {shape}")
     return array

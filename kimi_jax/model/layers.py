@@ -18,7 +18,7 @@ HIGHEST = jax.lax.Precision.HIGHEST
 
 
 class Expert(nnx.Param):
-    """A weight of the routed experts: read in place by (layer, expert), never copied whole."""
+    """A weight of the routed experts: read in place by (layer, expert), never copied in full."""
 
 
 class Term(enum.Enum):

@@ -1,4 +1,4 @@
-"""MXFP4 weights: two 4-bit floats in a byte, low nibble first, and one power of two for 32 inputs.
+"""MXFP4 weights: two 4-bit floats in a byte, low nibble first, and a power of two for 32 inputs.
 
 A nibble is a sign (bit 3) and a magnitude out of 0, 0.5, 1, 1.5, 2, 3, 4, 6 (E2M1). A scale byte s
 (E8M0) stands for 2^(s - 127); 255 is not a scale, and the checkpoint reader refuses it.
@@ -58,12 +58,12 @@ def unpack_numpy(
 def pack(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Bytes [.., out, in/2] and scales [.., out, in/32] nearest to float weights [.., out, in].
 
-    Values round to the nearest code, ties to the even one. Of the two scales that put a group's
-    largest magnitude into [4, 8) or [2, 4), the one with the smaller squared error is taken, so
-    weights that are representable come back exactly.
+    Values round to the nearest code, ties to the even code. Of the two scales that put a group's
+    largest magnitude into [4, 8) or [2, 4), the smaller squared error decides, so weights that are
+    representable come back exactly. Raises ValueError for other widths, NaN and Inf.
     """
     if weights.shape[-1] % GROUP:
-        raise ValueError(f"the input width {weights.shape[-1]} is no multiple of {GROUP}")
+        raise ValueError(f"the input width {weights.shape[-1]} is not a multiple of {GROUP}")
     if not np.isfinite(weights).all():
         raise ValueError("weights to pack hold NaN or Inf")
     wide = weights.astype(at_least_float32(weights.dtype), copy=False)
@@ -116,7 +116,7 @@ def decode(
 
 
 def _assemble(nibbles: Array, scale: Array, layout: _Layout) -> Array:
-    """The bit pattern of every value: sign, exponent, and the one mantissa bit E2M1 has."""
+    """The bit pattern of every value: sign, exponent, and the single mantissa bit of E2M1."""
     bits, mantissa = layout.bits, layout.mantissa
     width = jnp.iinfo(bits).bits
     largest = 2 ** (width - 1 - mantissa) - 1  # the exponent field of Inf
@@ -137,7 +137,7 @@ def _assemble(nibbles: Array, scale: Array, layout: _Layout) -> Array:
 def unpack(
     packed: UInt8[Array, "... half"], scale: UInt8[Array, "... groups"], dtype: DTypeLike
 ) -> Float[Array, "... inputs"]:
-    """The weights with their inputs in order: the plain form that `matmul` is held against."""
+    """The weights with their inputs in order: the definition that `matmul` is tested against."""
     return jnp.stack(decode(packed, scale, dtype), axis=-1).reshape(*packed.shape[:-1], -1)
 
 
@@ -169,8 +169,8 @@ PARTS = ("w", "s")  # prefixes of weights: the numbers, their scales
 
 
 class Quantization:
-    """How a matrix [..., out, in] is stored, as one weight or several, and multiplied. Of each
-    subclass there is one value, which `QUANTIZATIONS` has by name.
+    """How a matrix [..., out, in] is stored, as one or several weights, and multiplied. Each
+    subclass has a single value, listed by name in `QUANTIZATIONS`.
     """
 
     name: str
@@ -188,7 +188,7 @@ class Quantization:
     def decode(
         self, parts: Mapping[str, Shaped[Array, "... out i"]], dtype: DTypeLike
     ) -> Float[Array, "... out inputs"]:
-        """The numbers of a stored matrix: the definition that `multiply` is held against."""
+        """The numbers of a stored matrix: the definition that `multiply` is tested against."""
         raise NotImplementedError
 
     def multiply(

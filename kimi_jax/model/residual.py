@@ -32,9 +32,8 @@ def mix(
     """softmax-weighted sum of the first `count` bank rows and x, and the weights [N + 1, P], x's
     last.
 
-    Scores see RMS-normalised values, the sum takes the values themselves; all in at least float32
-    with one rounding at the end. The bank and x are scored apart: joining them would write the bank
-    once more.
+    Scores use RMS-normalised values, the sum the values themselves; all in at least float32,
+    rounded once at the end. The bank and x are scored apart: joining them would copy the bank.
     """
     if isinstance(count, int):
         bank = bank[:count]
@@ -56,8 +55,8 @@ def push(
 ) -> tuple[Float[Array, "P D"], Float[Array, "N P D"], int | Int[Array, ""]]:
     """At a block start, move x to the bank and restart the sum at zero; elsewhere change nothing.
 
-    `pushing` may be traced: then one bank row is rewritten with what it holds, never the whole
-    bank.
+    `pushing` may be traced: then, where nothing is pushed, a bank row is rewritten with its
+    value, never the full bank.
     """
     if isinstance(pushing, bool):
         if not pushing:
@@ -69,7 +68,7 @@ def push(
 
 
 class Mix(nnx.Module):
-    """One mixture's weights. Only the product of norm and projection matters."""
+    """The weights of a mixture. Only the product of norm and projection matters."""
 
     def __init__(self, config: Config, dtype: DTypeLike):
         self.eps = config.norm_eps

@@ -1,7 +1,7 @@
 """What is kept between steps: recurrent and conv states, caches of latent rows and of index keys.
 
 Every array leads with the group G of its stack of layers (1 where layers are not scanned) and is
-updated in place: the whole stack travels through a step, a layer reads and writes at its own group.
+updated in place: a step carries the full stack, a layer reads and writes at its group.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from ..parallel.placement import Placement
 from ..parallel.roles import Role
 from .step import Step
 
-Leaf = Any  # an array, or what stands for one in a tree of the same form: its shape, its mesh axes
+Leaf = Any  # an array, or in a tree of the same structure its shape or its mesh axes
 
 
 def _at(array: Array, group: int | Array) -> Array:
@@ -39,21 +39,21 @@ def _put(array: Array, group: int | Array, value: Array) -> Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KDAState:
-    """The delta-rule memory and the last W - 1 convolution inputs of q, k and v, which are cut by
-    head one by one.
+    """Recurrent state of the delta rule, and conv states: the last W - 1 convolution inputs of q, k
+    and v, each of which is sharded by head.
     """
 
-    memory: Leaf  # [G, B, H, K, V], at least float32
-    window_q: Leaf  # [G, B, W - 1, H K]
+    memory: Leaf  # [G, B, H, K, V], recurrent state, at least float32
+    window_q: Leaf  # [G, B, W - 1, H K], conv states
     window_k: Leaf  # [G, B, W - 1, H K]
     window_v: Leaf  # [G, B, W - 1, H V]
 
     def at(self, group: int | Array) -> "KDAState":
-        """The state of one layer, without the leading group dim."""
+        """The state of a layer, without the leading group dim."""
         return jax.tree.map(lambda x: _at(x, group), self)
 
     def put(self, group: int | Array, layer: "KDAState") -> "KDAState":
-        """The stack with one layer replaced, in place where the buffer is donated."""
+        """The stack with the state of a layer replaced, in place where the buffer is donated."""
         return jax.tree.map(lambda x, new: _put(x, group, new), self, layer)
 
     def restarted(self, start: Int[Array, " B"]) -> "KDAState":
@@ -65,11 +65,10 @@ class KDAState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MLAState:
-    """One latent row per token seen, and K3.1's index key; slots beyond a row's length hold
-    anything.
+    """A latent row per token seen, and K3.1's index key; slots past a row's length are undefined.
 
     bfloat16 caches are kept as their bits (uint16) on CPU, where a bfloat16 update would convert
-    the whole cache.
+    the full cache.
     """
 
     latents: Leaf  # [G, B, S, R]
@@ -111,7 +110,7 @@ class StateHome(Protocol):
         ...
 
     def other_states_than(self, other: Any) -> list[str]:
-        """How states of this home differ from those of another, one line for each difference."""
+        """How states of this home differ from those of another, a line for each difference."""
         ...
 
     def save(self, state: "State", path: str | os.PathLike) -> None:
@@ -159,7 +158,7 @@ class State:
 
 def home_of(state: Any) -> StateHome:
     """The programs that laid a state out. Raises `RequestError` for what is not a state between
-    steps, and for one that a step has consumed.
+    steps, and for a state that a step has consumed.
     """
     if not isinstance(state, State) or state.home is None:
         raise RequestError(f"a state comes from new_state or a step, got {shown(state)}")
@@ -198,7 +197,7 @@ def write_rows(cache: Array, rows: Float[Array, "B T R"], step: Step) -> Array:
 def read_block(
     cache: Array, first: Int[Array, ""], size: int, dtype: jnp.dtype, step: Step
 ) -> tuple[Float[Array, "B block R"], Int[Array, " block"]]:
-    """Slots first .. first + size of one layer, zero where nothing was written (a slot may hold NaN
+    """Slots first .. first + size of a layer, zero where nothing was written (a slot may hold NaN
     from elsewhere), and their positions.
     """
     _, B, _, R = cache.shape

@@ -1,5 +1,5 @@
-"""What every layer of one call is told: which tokens are new, and how rows, keys and sums are laid
-out over the ranks.
+"""Inputs that all layers of a step share: which tokens are new, and how rows, keys and sums are
+laid out over the ranks.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from .implementations import Forms
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What every layer of one call is told. Row b brings `lengths[b]` new tokens after the
+    """Inputs that all layers of a step share. Row b brings `lengths[b]` new tokens after the
     `start[b]` it has seen. Of the B T rows of the residual stream a rank holds P: all, or a slice.
     """
 
@@ -48,7 +48,7 @@ class Step:
         sizes: Sizes = ONE_DEVICE,
         kind: str = "prefill",
     ) -> "Step":
-        """A call of at most T new tokens a row on a mesh of these sizes; `kind` is one of
+        """A step of at most T new tokens a row on a mesh of these sizes; `kind` is one of
         `reductions.STEPS` and says how partial sums are reduced.
         """
         offsets = jnp.arange(T, dtype=jnp.int32)[None]
@@ -73,7 +73,7 @@ class Step:
 
     @property
     def total(self) -> Int[Array, " B"]:
-        """Tokens that each row will have seen after this call."""
+        """Tokens that each row will have seen after this step."""
         return self.start + self.lengths
 
     @property
@@ -88,7 +88,7 @@ class Step:
         return collectives.all_rows(x, self.rows) if self.is_sliced else x
 
     def local_rows(self, x: Float[Array, "P D"]) -> Float[Array, "c D"]:
-        """The residual rows that a rank holds -> the slice that it alone works on."""
+        """The residual rows that a rank holds -> the slice that only this rank works on."""
         return x if self.is_sliced else collectives.own_rows(x)
 
     def attention_rows(self, x: Float[Array, "P D"]) -> Float[Array, "B T D"]:
@@ -120,7 +120,7 @@ class Step:
 
     @property
     def max_local_keys(self) -> Int[Array, ""]:
-        """The most cached keys of a row that this rank holds after this call."""
+        """The most cached keys of a row that this rank holds after this step."""
         return self.stripes.length(jnp.max(self.total), self.key_rank)
 
     def positions_of(self, slots: Int[Array, "*S"]) -> Int[Array, "*S"]:
