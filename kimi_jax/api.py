@@ -17,7 +17,7 @@ from .generation.generate import Completion, Event, generate, stream
 from .generation.options import method_of
 from .generation.prompts import TextRunner
 from .generation.sessions import Session
-from .model.implementations import Forms
+from .model.implementations import Implementations
 from .numerics import is_whole
 from .parallel.mesh import as_mesh
 from .parallel.placement import Placement, as_placement
@@ -69,7 +69,7 @@ def load(
     *,
     chunk: int | None = None,
     scan: bool | None = None,
-    forms: Forms | None = None,
+    forms: Implementations | None = None,
     progress: bool | None = None,
 ) -> Model:
     """A `Model` from a Hugging Face folder (config.json, safetensors shards and their index,
@@ -77,7 +77,8 @@ def load(
 
     `dtype`: "float32" (default on CPU), "bfloat16" (default elsewhere) or "float64". `chunk`: most
     tokens of a row in one prefill program. `scan`: compile equal groups of layers once (default: on
-    accelerators and for deep models); `forms`: definitions in place of fast forms. `progress`: show
+    accelerators and for deep models); `forms`: definitions in place of
+    fast implementations. `progress`: show
     a bar (default: for loads over a second, on a terminal). All that the headers show to be
     wrong is raised in one error before anything is allocated; so is a model that its devices'
     memory cannot hold, with the plan of what each would hold. Each process reads the slices of its
@@ -97,7 +98,7 @@ def load(
             dtype,
             quantization=checkpoint.quantization,
             scan=scan,
-            forms=forms,
+            implementations=forms,
         )
         program.refuse_what_exceeds(batch=1, context=1)
         tokenizer = Tokenizer.from_folder(path, config.vocab) if Tokenizer.is_in(path) else None

@@ -32,7 +32,7 @@ from jax.sharding import AxisType, Mesh
 
 import kimi_jax as kj
 from kimi_jax.cli.measure import compile_step
-from kimi_jax.model.implementations import Forms
+from kimi_jax.model.implementations import Implementations
 from kimi_jax.model.mxfp4 import expert_quantization
 from kimi_jax.parallel.mesh import DATA, MODEL
 from kimi_jax.runtime.program import make_program
@@ -302,7 +302,7 @@ def report(options: argparse.Namespace) -> dict[str, Any]:
         options.dtype,
         quantization=expert_quantization(config.quantized),
         scan=True,
-        forms=Forms(transport=options.transport),
+        implementations=Implementations(transport=options.transport),
     )
     batch = -(-options.batch // data) * data
     tokens = 1 if options.step == "decode" else -(-options.rows // batch)

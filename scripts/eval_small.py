@@ -2,7 +2,7 @@
 
     python scripts/eval_small.py                       # the shipped model
     python scripts/eval_small.py FOLDER FOLDER --dtype bfloat16
-    python scripts/eval_small.py --plain --json        # the plain definitions beside the fast forms
+    python scripts/eval_small.py --plain --json        # the plain definitions beside the fast ones
     python scripts/eval_small.py --devices 8           # tensor and expert parallel
 
 A folder is loaded as a user loads it. Text is read in windows of 256 tokens, half of each context.
@@ -20,7 +20,7 @@ from book import BATCH, BOOK, SHIPPED, WINDOW, split, windows
 from jax.sharding import Mesh
 
 import kimi_jax as kj
-from kimi_jax.model.implementations import DEFINITIONS, Forms
+from kimi_jax.model.implementations import DEFINITIONS, Implementations
 
 
 def nats(model: kj.Model, ids: list[int]) -> float:
@@ -38,13 +38,13 @@ def nats(model: kj.Model, ids: list[int]) -> float:
 def evaluate(
     folder: Path,
     dtype: str | None,
-    forms: Forms,
+    implementations: Implementations,
     text: str,
     mesh: Mesh | None = None,
     placement: kj.Placement | None = None,
 ) -> dict:
     """The dtype that ran, bits per byte of the text, its tokens, and the bytes of a token."""
-    model = kj.load(folder, mesh, placement, dtype=dtype, forms=forms, chunk=WINDOW)
+    model = kj.load(folder, mesh, placement, dtype=dtype, forms=implementations, chunk=WINDOW)
     if model.tokenizer is None:
         raise SystemExit(f"{folder}: has no tokenizer, so its bits per byte are not defined")
     ids, size = model.tokenizer.encode(text), len(text.encode())
@@ -72,7 +72,7 @@ def parse() -> argparse.Namespace:
 def measurements(options: argparse.Namespace) -> Iterator[dict]:
     """One for each folder and form."""
     _, held_out = split(BOOK.read_text(encoding="utf-8"))
-    forms = {"fast": Forms()} | ({"plain": DEFINITIONS} if options.plain else {})
+    forms = {"fast": Implementations()} | ({"plain": DEFINITIONS} if options.plain else {})
     for folder in options.folders:
         for name, form in forms.items():
             mesh = kj.make_mesh(model=options.devices)

@@ -39,7 +39,7 @@ from jax.sharding import PartitionSpec
 
 import kimi_jax as kj
 from kimi_jax import make_mesh
-from kimi_jax.model.implementations import Forms
+from kimi_jax.model.implementations import Implementations
 from kimi_jax.parallel import collectives
 from kimi_jax.parallel.collectives import all_reduce
 from kimi_jax.parallel.reductions import Reduction, emulate
@@ -309,7 +309,7 @@ def bits_rows(n: int, characters: int) -> Iterator[dict]:
     text = split(BOOK.read_text(encoding="utf-8"))[1][:characters]
     for reduce in ("sum", "two_shot", "ring_fp32", RING):
         place = kj.Placement(prefill_reduce=reduce, prefill_ring_rows=1)
-        found = evaluate(SHIPPED, "bfloat16", Forms(), text, make_mesh(model=n), place)
+        found = evaluate(SHIPPED, "bfloat16", Implementations(), text, make_mesh(model=n), place)
         yield {"ranks": n, "reduce": reduce, **found}
 
 

@@ -4,8 +4,9 @@ a CPU.
     python scripts/train_small.py    # writes kimi_jax/shipped (under an hour on two cores)
     python scripts/train_small.py --minutes 3 --out /tmp/quick
 
-Every step runs through the decoder of this package (its forms that have a gradient). Experts are
-rounded to MXFP4 in the forward pass from the start, so that packing them at the end costs nothing.
+Every step runs through the decoder of this package (its implementations that have a gradient).
+Experts are rounded to MXFP4 in the forward pass from the start, so that packing them at the end
+costs nothing.
 The result is a folder in the released layout: config.json, safetensors shards, tiktoken.model and
 tokenizer_config.json, and training.json with the figures.
 """
@@ -314,7 +315,9 @@ def train(options: argparse.Namespace) -> None:
     ranks = tokenizer.train_ranks(training, RANKS)
     special = {content: RANKS + i for i, content in enumerate(SPECIAL)}
     ids = tokenizer.Tokenizer(ranks, special).encode(held_out)
-    program = make_program(small_config(), dtype="float32", quantization=PLAIN, forms=TRAINING)
+    program = make_program(
+        small_config(), dtype="float32", quantization=PLAIN, implementations=TRAINING
+    )
     weights = average = initial(program, options.seed)
     optimizer = make_optimizer(weights, options)
     moments = optimizer.init(weights)

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from kimi_jax.config.config import Config
 from kimi_jax.model import mxfp4
 from kimi_jax.model.experts import Experts
-from kimi_jax.model.implementations import Forms
+from kimi_jax.model.implementations import Implementations
 from kimi_jax.model.layers import Expert
 from kimi_jax.model.mla import MLA
 from kimi_jax.model.state import KDAState, MLAState, cache_dtype
@@ -342,7 +342,9 @@ _make_step = jax.jit(Step.of, static_argnums=(2, 3))
 
 
 def step_of(start, lengths, T, **forms) -> Step:
-    return _make_step(np.asarray(start, np.int32), np.asarray(lengths, np.int32), T, Forms(**forms))
+    return _make_step(
+        np.asarray(start, np.int32), np.asarray(lengths, np.int32), T, Implementations(**forms)
+    )
 
 
 def step_with(active, step: Step) -> Step:

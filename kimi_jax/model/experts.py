@@ -188,7 +188,7 @@ def run_local_experts(
     """
     first = collectives.rank(step.place.expert_axes) * experts.count
     local_ids = jnp.where(ids >= 0, ids - first, -1)
-    return IMPLEMENTATIONS[step.forms.moe](z, local_ids, weights, experts, step.group)
+    return IMPLEMENTATIONS[step.implementations.moe](z, local_ids, weights, experts, step.group)
 
 
 class Address(NamedTuple):
@@ -253,7 +253,7 @@ def dispatched(
 
     # Address: which ranks get which rows.
     address = address_rows(ids, held, n)
-    counts = TRANSPORTS[step.forms.transport](address, axes)
+    counts = TRANSPORTS[step.implementations.transport](address, axes)
 
     # Dispatch: one block of rows to every rank, one from every rank.
     messages = dispatch_messages(z, ids, weights, address, held)
@@ -261,7 +261,7 @@ def dispatched(
     rows, numbers, row_weights = of_bits(received, (L, z.dtype), (A, jnp.int32), (A, weights.dtype))
 
     # Run the local experts on the rows of all ranks.
-    run = IMPLEMENTATIONS[step.forms.moe]
+    run = IMPLEMENTATIONS[step.implementations.moe]
     sums = run(rows, numbers - 1, row_weights, experts, step.group)
 
     # Return: the same exchange backwards.

@@ -1,44 +1,45 @@
-"""Which implementation of each hard operation a model runs."""
+"""Which implementation of each hard operation a model runs, by the names of the operations' tables.
+
+To add one: write it in the operation's module, give it a name in the table there, and hold it
+against the definition in the operation's tests.
+"""
 
 import dataclasses
+from collections.abc import Callable, Mapping
+
+from ..numerics import is_whole
+from . import experts, indexer, kda, mla
+from .step import ImplementationNames
+
+TABLES: Mapping[str, Mapping[str, Callable]] = {
+    "kda": kda.IMPLEMENTATIONS,
+    "mla": mla.IMPLEMENTATIONS,
+    "moe": experts.IMPLEMENTATIONS,
+    "transport": experts.TRANSPORTS,
+    "select": indexer.SELECTIONS,
+}
 
 
 @dataclasses.dataclass(frozen=True)
-class Forms:
-    """Which form of each hard operation runs: the plain definition or the fast one. They agree;
-    tests hold them to it.
+class Implementations(ImplementationNames):
+    """The implementation of each hard operation: a plain definition or a fast one. They agree;
+    tests hold them to it. Raises one ValueError with every name that no table has.
 
-    The fast forms of attention and experts loop as often as the data says and have no gradient:
-    training takes `TRAINING`.
+    The fast ones of attention and experts loop as often as the data says and have no gradient:
+    training uses `TRAINING`.
     """
 
-    kda: str = "chunked"  # or "recurrent"
-    mla: str = "absorbed"  # or "expanded", which selects by a full sort
-    moe: str = "grouped"  # or "dense"
-    chunk: int = 64  # tokens of a KDA chunk
-    # How rows travel to experts: "padded" blocks, or "ragged" ones, which CPUs cannot send.
-    transport: str = "padded"
-    # "teach": attention's gradient reaches the indexer, whose choice has none.
-    select: str = "plain"
-
     def __post_init__(self) -> None:
-        known = {
-            "kda": ("chunked", "recurrent"),
-            "mla": ("absorbed", "expanded"),
-            "moe": ("grouped", "dense"),
-            "transport": ("padded", "ragged"),
-            "select": ("plain", "teach"),
-        }
         problems = [
-            f"{name} must be one of {', '.join(forms)}, got {getattr(self, name)!r}"
-            for name, forms in known.items()
-            if getattr(self, name) not in forms
+            f"{operation} must be one of {', '.join(table)}, got {getattr(self, operation)!r}"
+            for operation, table in TABLES.items()
+            if getattr(self, operation) not in tuple(table)
         ]
-        if self.chunk < 1:
-            problems.append(f"chunk must be positive, got {self.chunk}")
+        if not is_whole(self.chunk, 1):
+            problems.append(f"chunk must be a positive whole number, got {self.chunk!r}")
         if problems:
             raise ValueError("\n".join(problems))
 
 
-DEFINITIONS = Forms(kda="recurrent", mla="expanded", moe="dense")
-TRAINING = Forms(mla="expanded", moe="dense", chunk=16, select="teach")
+DEFINITIONS = Implementations(kda="recurrent", mla="expanded", moe="dense")
+TRAINING = Implementations(mla="expanded", moe="dense", chunk=16, select="teach")

@@ -411,8 +411,8 @@ class KDA(nnx.Module):
             return state, o[:, None]
         bound = self.config.decay_lower_bound
         steepest = -math.inf if bound is None else bound
-        run = IMPLEMENTATIONS[step.forms.kda]
-        return run(state, q, k, v, decay, beta, step.forms.chunk, steepest)
+        run = IMPLEMENTATIONS[step.implementations.kda]
+        return run(state, q, k, v, decay, beta, step.implementations.chunk, steepest)
 
     def _gated(
         self, o: Float[Array, "B T H V"], x: Float[Array, "B T D"]

@@ -195,7 +195,7 @@ class MLA(nnx.Module):
         )
         q = linear(query_latent, self.w_q_b[...])
         q = q.reshape(*q.shape[:2], -1, self.config.nope_dim + self.config.rope_dim)
-        attend = IMPLEMENTATIONS[step.forms.mla]
+        attend = IMPLEMENTATIONS[step.implementations.mla]
         o = attend(self, q, x, query_latent, state, step)
         o = o.reshape(*o.shape[:2], -1).astype(x.dtype)
         if self.config.mla_output_gate:
@@ -235,7 +235,7 @@ class MLA(nnx.Module):
             index_q, head_weights = self.indexer.queries(x, query_latent)
             keys, _ = read_block(state.index_keys, jnp.int32(0), S, q.dtype, step)
             scores = score(index_q, head_weights, keys)
-            select = SELECTIONS[step.forms.select]
+            select = SELECTIONS[step.implementations.select]
             allowed, bias = select(scores, allowed, self.config.index_topk)
         return expanded(q, latents, self.w_k_b[...], self.w_v_b[...], allowed, self._scale, bias)
 

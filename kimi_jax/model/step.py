@@ -16,7 +16,22 @@ from ..parallel.helix import Stripes
 from ..parallel.mesh import ONE_DEVICE, Sizes
 from ..parallel.placement import Placement
 from ..parallel.reductions import SUM, Reduction
-from .implementations import Forms
+
+
+@dataclasses.dataclass(frozen=True)
+class ImplementationNames:
+    """The implementation of each hard operation, by name: what a step carries. `Implementations`
+    checks the names against the tables of the operations.
+    """
+
+    kda: str = "chunked"  # or "recurrent", the definition
+    mla: str = "absorbed"  # or "expanded", the definition, which selects by a full sort
+    moe: str = "grouped"  # or "dense", the definition
+    chunk: int = 64  # tokens of a KDA chunk
+    # How rows are sent to experts: "padded" blocks, or "ragged" ones, which CPUs cannot send.
+    transport: str = "padded"
+    # "teach": attention's gradient reaches the indexer, whose choice has none.
+    select: str = "plain"
 
 
 @jax.tree_util.register_dataclass
@@ -31,7 +46,7 @@ class Step:
     positions: Int[Array, "B T"]
     valid: Bool[Array, "B T"]
     group: int | Int[Array, ""]  # of the stack of layers that runs
-    forms: Forms = dataclasses.field(metadata={"static": True})
+    implementations: ImplementationNames = dataclasses.field(metadata={"static": True})
     place: Placement = dataclasses.field(default=Placement(), metadata={"static": True})
     reduction: Reduction = dataclasses.field(default=SUM, metadata={"static": True})
     is_sliced: bool = dataclasses.field(default=False, metadata={"static": True})
@@ -43,7 +58,7 @@ class Step:
         start: Array,
         lengths: Array,
         T: int,
-        forms: Forms,
+        implementations: ImplementationNames,
         place: Placement = Placement(),  # noqa: B008
         sizes: Sizes = ONE_DEVICE,
         kind: str = "prefill",
@@ -59,7 +74,7 @@ class Step:
             positions=start[:, None] + offsets,
             valid=offsets < lengths[:, None],
             group=0,
-            forms=forms,
+            implementations=implementations,
             place=place,
             reduction=place.reduction(kind, rows, sizes),
             is_sliced=place.slices_rows(rows),

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..config.config import Config
 from ..model.decoder import Kimi, declare, new_state, spans
-from ..model.implementations import Forms
+from ..model.implementations import Implementations
 from ..model.mxfp4 import MXFP4, Quantization
 from ..model.state import STATE_DIMS, STATE_ROLES, State
 from ..parallel.helix import Stripes
@@ -46,7 +46,7 @@ class ModelOnMesh:
     dtype: str
     scan: bool
     quantization: Quantization
-    forms: Forms
+    implementations: Implementations
 
     @functools.cached_property
     def declared(self) -> Kimi:

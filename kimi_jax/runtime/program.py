@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 from ..config.config import Config
 from ..model.decoder import Kimi
-from ..model.implementations import Forms
+from ..model.implementations import Implementations
 from ..model.mxfp4 import MXFP4, Quantization
 from ..model.state import STATE_DIMS, State
 from ..model.step import Step
@@ -81,7 +81,7 @@ class Program(ModelOnMesh):
 
     def step_info(self, start: Array, lengths: Array, T: int, kind: str = "prefill") -> Step:
         """What the layers of a step are told, per device."""
-        return Step.of(start, lengths, T, self.forms, self.place, self.sizes, kind)
+        return Step.of(start, lengths, T, self.implementations, self.place, self.sizes, kind)
 
     def _run(
         self, weights: dict, state: State, tokens: Array, lengths: Array, kind: str = "prefill"
@@ -256,7 +256,7 @@ def make_program(
     *,
     quantization: Quantization = MXFP4,
     scan: bool | None = None,
-    forms: Forms | None = None,
+    implementations: Implementations | None = None,
 ) -> Program:
     """A decoder's steps on a mesh, checked against the placement, before any weight exists."""
     try:
@@ -276,10 +276,11 @@ def make_program(
     platform = mesh.devices.flat[0].platform
     if scan is None:
         scan = platform != "cpu" or config.layers >= SCAN_FROM
-    if forms is None:
-        forms = Forms(transport="padded" if platform == "cpu" else "ragged")
-    if placement.keys == "helix" and forms.mla == "expanded":
-        raise NotImplementedError("Forms.mla='expanded', the definition, runs on whole keys")
-    if forms.transport == "ragged" and platform == "cpu":
-        raise NotImplementedError("Forms.transport='ragged': CPUs have no ragged_all_to_all")
-    return _shared_program(config, mesh, placement, name, scan, quantization, forms)
+    if implementations is None:
+        transport = "padded" if platform == "cpu" else "ragged"
+        implementations = Implementations(transport=transport)
+    if placement.keys == "helix" and implementations.mla == "expanded":
+        raise NotImplementedError("mla='expanded', the definition, runs on unsharded keys")
+    if implementations.transport == "ragged" and platform == "cpu":
+        raise NotImplementedError("transport='ragged': CPUs have no ragged_all_to_all")
+    return _shared_program(config, mesh, placement, name, scan, quantization, implementations)

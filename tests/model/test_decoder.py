@@ -19,7 +19,7 @@ from tolerances import EXACT
 import kimi_jax as kj
 from kimi_jax import checkpoint
 from kimi_jax.model.decoder import declare, kind_spans, spans
-from kimi_jax.model.implementations import DEFINITIONS, Forms
+from kimi_jax.model.implementations import DEFINITIONS, Implementations
 from kimi_jax.model.mxfp4 import MXFP4
 from kimi_jax.runtime.program import make_program
 
@@ -283,7 +283,7 @@ def test_every_part_of_a_step_is_named_in_its_operations(config, scan):
 @pytest.mark.parametrize("chunk", [1, 3, 8, 100])
 def test_the_kda_chunk_does_not_change_logits(folders, awkward, chunk):
     ids, lengths = prompts(AWKWARD, (16, 9, 1))
-    model = kj.load(folders("awkward"), dtype="float64", forms=Forms(chunk=chunk))
+    model = kj.load(folders("awkward"), dtype="float64", forms=Implementations(chunk=chunk))
     np.testing.assert_allclose(
         np.asarray(model.logits(ids, lengths))[0],
         np.asarray(awkward.logits(ids, lengths))[0],
@@ -408,7 +408,7 @@ def test_options_of_loading_are_checked(folders):
         with pytest.raises(ValueError, match=message):
             kj.load(folders("awkward"), **options)
     with pytest.raises(ValueError, match="kda must be one of chunked, recurrent, got 'recurent'"):
-        Forms(kda="recurent")
+        Implementations(kda="recurent")
 
 
 def test_float64_without_64_bit_types_is_refused(folders):

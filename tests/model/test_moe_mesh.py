@@ -29,7 +29,7 @@ from oracles import (
 from tolerances import MOE_MESH
 
 from kimi_jax.model.experts import address_rows, dispatched
-from kimi_jax.model.implementations import Forms
+from kimi_jax.model.implementations import Implementations
 from kimi_jax.model.layers import Expert
 from kimi_jax.model.moe import MoE
 from kimi_jax.model.mxfp4 import MXFP4, PLAIN
@@ -55,7 +55,7 @@ def sublayer(module, x, active, step):
     return step.all_rows(y)
 
 
-def per_device(f, config, data, model, place, forms=Forms(), dtype="float64", quantization=PLAIN):  # noqa: B008
+def per_device(f, config, data, model, place, names=None, dtype="float64", quantization=PLAIN):
     """f(module, *inputs, step) on every device, its weights cut as the placement says."""
     graph, params = nnx.split(MoE(config, dtype, quantization))
     flat = dict(nnx.to_flat_state(params))
@@ -67,7 +67,9 @@ def per_device(f, config, data, model, place, forms=Forms(), dtype="float64", qu
     def inside(weights, *inputs):
         whole = [(path, param.replace(weights[path])) for path, param in flat.items()]
         module = nnx.merge(graph, nnx.from_flat_state(whole))
-        step = Step.of(jnp.zeros(1, jnp.int32), jnp.ones(1, jnp.int32), 1, forms, place)
+        step = Step.of(
+            jnp.zeros(1, jnp.int32), jnp.ones(1, jnp.int32), 1, names or Implementations(), place
+        )
         results = f(module, *(x[0] for x in inputs), step)
         return jax.tree.map(lambda y: y[None], results)
 
@@ -173,7 +175,7 @@ def test_every_placement_equals_one_device(mesh, rows, way, axes, latent, hold, 
     total = mesh[0] * COUNTS[rows](mesh[1])
     x, active = random_rows(total), np.arange(total) % 5 != 3
     weights, w = made(config)
-    run = compiled(config, *mesh, place, Forms(moe=form, transport=transport))
+    run = compiled(config, *mesh, place, Implementations(moe=form, transport=transport))
     y = gathered(run(weights, spread(x, *mesh), spread(active, *mesh)), *mesh)
     close(y, expected(w, x, active, config), MOE_MESH)
 
@@ -188,7 +190,9 @@ def test_a_bfloat16_sublayer_with_packed_experts_stays_near_its_oracle(way):
     place, transport = placed(way)
     x, active = random_rows(9, jnp.bfloat16), np.ones(9, bool)
     weights, w = made(config, "bfloat16", MXFP4)
-    run = compiled(config, data, model, place, Forms(transport=transport), "bfloat16", MXFP4)
+    run = compiled(
+        config, data, model, place, Implementations(transport=transport), "bfloat16", MXFP4
+    )
     y = gathered(run(weights, spread(x, data, model), spread(active, data, model)), data, model)
     assert y.dtype == jnp.bfloat16
     close(y, oracles.moe(w, as_float64(x), config), MOE_MESH)
@@ -239,7 +243,7 @@ def test_nothing_is_dropped_at_any_load(mesh, way, axes, latent):
     """
     config = small_config(experts=24)
     place, transport = placed(way, axes, latent)
-    run = compiled(config, *mesh, place, Forms(transport=transport))
+    run = compiled(config, *mesh, place, Implementations(transport=transport))
     weights, w = made(config)
     expert, row = np.arange(24), np.arange(64)
     x, everyone = random_rows(64), np.ones(64, bool)
@@ -273,7 +277,7 @@ def test_padding_reaches_no_other_row(mesh, way, axes, latent):
     """
     config = small_config(experts=24)
     place, transport = placed(way, axes, latent)
-    run = compiled(config, *mesh, place, Forms(transport=transport))
+    run = compiled(config, *mesh, place, Implementations(transport=transport))
     weights, w = made(config)
     x, active = random_rows(64), np.random.default_rng(0).random(64) < 0.6
     active[0], active[-1] = False, False
@@ -291,7 +295,7 @@ def test_the_latent_norm_sees_the_complete_sum(mesh, way, axes, latent):
     config, x, everyone = small_config(experts=24), random_rows(64), np.ones(64, bool)
     place, transport = placed(way, axes, latent)
     weights, w = made(config)
-    run = compiled(config, *mesh, place, Forms(transport=transport))
+    run = compiled(config, *mesh, place, Implementations(transport=transport))
     y = gathered(run(weights, spread(x, *mesh), spread(everyone, *mesh)), *mesh)
     shared = expected(w, x, ~everyone, config)
     ids, chosen = oracles.route(x @ w["w_router"].T, w["router_bias"], config)
@@ -394,8 +398,8 @@ def test_messages_and_counts(monkeypatch, mesh, axes, dtype):
     monkeypatch.setattr(collectives, "exchange", spy_exchange)
     monkeypatch.setattr(collectives, "gather_counts", spy_counts)
     config, place = small_config(experts=12), placed("ragged", axes)[0]
-    forms = Forms(moe="dense", transport="ragged")
-    program = quick_jit(per_device(run, config, *mesh, place, forms, dtype))
+    names = Implementations(moe="dense", transport="ragged")
+    program = quick_jit(per_device(run, config, *mesh, place, names, dtype))
     message, back, *matrices = program(made(config, dtype)[0], z, ids, weights)
     assert message.dtype == bits(z).dtype and back.dtype == z.dtype
     ratio = weights.dtype.itemsize // z.dtype.itemsize
@@ -444,7 +448,7 @@ SUMS = [  # mesh, way, axes, latent -> how many of each collective
 
 def count_collectives(mesh, place, rows=5, transport="padded"):
     config = small_config(experts=12)
-    program = per_device(sublayer, config, *mesh, place, Forms(transport=transport))
+    program = per_device(sublayer, config, *mesh, place, Implementations(transport=transport))
     x, active = spread(random_rows(rows * mesh[0]), *mesh), np.ones((mesh[0] * mesh[1], rows), bool)
     text = str(jax.make_jaxpr(program)(made(config)[0], x, active))
     return tuple(text.count(f" {name}[") for name in COLLECTIVES)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import quick_jit, small_config
 
-from kimi_jax.model.implementations import Forms
+from kimi_jax.model.implementations import Implementations
 from kimi_jax.parallel import collectives
 from kimi_jax.parallel.collectives import Layout
 from kimi_jax.parallel.mesh import DATA, MODEL, make_mesh
@@ -413,6 +413,6 @@ def test_the_real_ragged_exchange_is_accepted_for_gpus(data, model, axis, dtype)
 
 def test_cpus_take_the_padded_transport_and_refuse_the_ragged_one():
     config = small_config(heads=4, kda_heads=4, experts=12)
-    assert make_program(config, make_mesh(1, 4)).forms.transport == "padded"
-    with pytest.raises(NotImplementedError, match=r"Forms\.transport='ragged'"):
-        make_program(config, make_mesh(1, 4), forms=Forms(transport="ragged"))
+    assert make_program(config, make_mesh(1, 4)).implementations.transport == "padded"
+    with pytest.raises(NotImplementedError, match=r"transport='ragged'"):
+        make_program(config, make_mesh(1, 4), implementations=Implementations(transport="ragged"))

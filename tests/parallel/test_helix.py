@@ -11,7 +11,7 @@ from oracles import of_type, quick_jit
 from tolerances import ATTENTION
 
 from kimi_jax.model import mla as mla_module
-from kimi_jax.model.implementations import Forms
+from kimi_jax.model.implementations import Implementations
 from kimi_jax.model.mla import attend_rows
 from kimi_jax.model.state import write_rows
 from kimi_jax.model.step import Step
@@ -123,9 +123,9 @@ def over_ranks(n, block):
     def inside(q, rows, start, lengths):
         held = place.stripes(sizes).slots(SLOTS)
         cache = jnp.full((1, B, held, R), jnp.nan, q.dtype)  # what nobody wrote
-        before = Step.of(jnp.zeros_like(start), start, SLOTS, Forms(), place, sizes)
+        before = Step.of(jnp.zeros_like(start), start, SLOTS, Implementations(), place, sizes)
         cache = write_rows(cache, rows, before)
-        step = Step.of(start, lengths, T, Forms(), place, sizes)
+        step = Step.of(start, lengths, T, Implementations(), place, sizes)
         new = jnp.take_along_axis(rows, jnp.minimum(step.positions, SLOTS - 1)[..., None], 1)
         cache = write_rows(cache, new, step)
         part = attend_rows(q, cache, step.positions, step, C, SCALE, held)

@@ -195,7 +195,9 @@ def test_equals_the_arguments_of_a_compiled_step():
     """No weight exists; the step is compiled from shapes, as `kimi-jax bench --compile` does."""
     config = dataclasses.replace(AWKWARD, layers=2, mla_layers=(1,), dense_layers=1, vocab=84)
     mesh = kj.make_mesh(data=2, model=2)
-    program = make_program(config, mesh, dtype="bfloat16", quantization=MXFP4, forms=DEFINITIONS)
+    program = make_program(
+        config, mesh, dtype="bfloat16", quantization=MXFP4, implementations=DEFINITIONS
+    )
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     ids, lengths = (jax.ShapeDtypeStruct(s, jnp.int32, sharding=rows) for s in [(4, 1), (4,)])
     step = program.step.lower(program.weight_shapes, program.state_shapes(4, 64), ids, lengths)

@@ -13,7 +13,7 @@ from models import MESHED, prompts, write
 from tolerances import PATHS
 
 import kimi_jax as kj
-from kimi_jax.model.implementations import DEFINITIONS, Forms
+from kimi_jax.model.implementations import DEFINITIONS, Implementations
 from kimi_jax.runtime.program import make_program
 
 SMALL = dataclasses.replace(MESHED, layers=2, mla_layers=(1,), residual_block=1, index_topk=3)
@@ -94,11 +94,11 @@ def products(jaxpr):
                 yield from products(inner)
 
 
-@pytest.mark.parametrize("forms", [Forms(), DEFINITIONS], ids=["fast", "definitions"])
+@pytest.mark.parametrize("forms", [Implementations(), DEFINITIONS], ids=["fast", "definitions"])
 @pytest.mark.parametrize("T", [1, 5])
 def test_every_product_of_a_step_has_full_precision(forms, T):
     """GPUs would take TF32 for float32, or what `jax_default_matmul_precision` says."""
-    program = make_program(SMALL, dtype="float32", forms=forms)
+    program = make_program(SMALL, dtype="float32", implementations=forms)
     state = program.state_shapes(2, 8)
     tokens, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((2, T), (2,)))
     jaxpr = jax.make_jaxpr(program.step)(program.weight_shapes, state, tokens, lengths)

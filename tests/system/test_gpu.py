@@ -78,7 +78,7 @@ def test_a_model_on_several_gpus_equals_one_gpu(gpus, one_gpu, experts, latent):
     folder, tokens, lengths, expected = one_gpu
     place = kj.Placement(pad=PAD, experts=experts, latent=latent)
     model = kj.load(folder, kj.make_mesh(1, gpus), place, dtype="float32")
-    assert model.program.forms.transport == "ragged"
+    assert model.program.implementations.transport == "ragged"
     logits = jax.device_get(model.logits(tokens, lengths))
     for row, length in enumerate(lengths):
         close(logits[row, :length], expected[row, :length], LOGITS)

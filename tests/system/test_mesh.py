@@ -25,7 +25,7 @@ from tolerances import EXACT, LOGITS, NEAR
 import kimi_jax as kj
 from kimi_jax.checkpoint.reader import Checkpoint
 from kimi_jax.model.decoder import build, declare, slice_sizes
-from kimi_jax.model.implementations import Forms
+from kimi_jax.model.implementations import Implementations
 from kimi_jax.model.step import Step
 from kimi_jax.parallel.collectives import own_rows
 from kimi_jax.runtime.program import make_program
@@ -275,7 +275,7 @@ def traced(*where, **options):
 
 
 def jaxpr_of(place, mesh, B, T, dtype="bfloat16", forms=None, slots=64):
-    program = make_program(MESHED, mesh, place, dtype, forms=forms)
+    program = make_program(MESHED, mesh, place, dtype, implementations=forms)
     ints = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((B, T), (B,)))
     step = program.step.trace(program.weight_shapes, program.state_shapes(B, slots), *ints)
     return step.jaxpr.jaxpr
@@ -387,7 +387,8 @@ def test_the_residual_bank_holds_the_rows_that_a_rank_holds(rows):
 def test_slices_on_four_ranks_join_to_the_whole(P_rows, own):
     """Of rows and of a bank of three: ceil(P / 4) rows each, zeros behind the last one."""
     step = Step.of(
-        jnp.zeros(P_rows, jnp.int32), jnp.ones(P_rows, jnp.int32), 1, Forms(), P(rows="sliced"),
+        jnp.zeros(P_rows, jnp.int32), jnp.ones(P_rows, jnp.int32), 1, Implementations(),
+        P(rows="sliced"),
         {"data": 1, "model": 4},
     )  # fmt: skip
     x = np.random.default_rng(0).normal(size=(P_rows, 6))

@@ -30,17 +30,19 @@ def test_its_bits_per_byte_are_those_it_says(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     import eval_small
 
-    from kimi_jax.model.implementations import Forms
+    from kimi_jax.model.implementations import Implementations
 
     _, held_out = eval_small.split(eval_small.BOOK.read_text(encoding="utf-8"))
-    measured = eval_small.evaluate(SHIPPED, "float32", Forms(), held_out)["bits_per_byte"]
+    measured = eval_small.evaluate(SHIPPED, "float32", Implementations(), held_out)["bits_per_byte"]
     said = json.loads((SHIPPED / "training.json").read_text())
     assert measured == pytest.approx(said["bits_per_byte"], abs=1e-3)
     assert measured < 2.2
     assert said["bits_per_byte"] - said["bits_per_byte_experts_not_packed"] < 0.05
     part = held_out[:3000]
     one, eight = (
-        eval_small.evaluate(SHIPPED, "float32", Forms(), part, kj.make_mesh(*mesh))["bits_per_byte"]
+        eval_small.evaluate(SHIPPED, "float32", Implementations(), part, kj.make_mesh(*mesh))[
+            "bits_per_byte"
+        ]
         for mesh in ((1, 1), (2, 4))
     )
     assert eight == pytest.approx(one, abs=1e-3)
