@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import CommandError
 from .devices import load_model, make_folder, make_mesh, make_placement, mesh_text, named_config
@@ -71,44 +72,57 @@ def _add_measurements(command: argparse.ArgumentParser) -> None:
     add("--compile", metavar="CONFIG", help=help_compile)
 
 
+class Measured(NamedTuple):
+    """What was measured: a table, and what it says about the options of a placement."""
+
+    title: str
+    columns: Sequence[str]
+    rows: list
+    advice: str = ""
+
+
 def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
-    ways = {"compile": _compiled, "experts": _experts, "rows": _rows, "reduce": _reduce}
-    if not options.compile:
-        ways |= {"context": _contexts, "profile": _profile}
-    asked = [name for name in ways if getattr(options, name)]
-    if len(asked) > 1:
-        raise CommandError(f"--{' and --'.join(asked)}: one at a time")
+    measure = _measurement(options)
     _set_defaults(options)
     if options.dtype == "float64" and (options.compile or options.shape != "shipped"):
         raise CommandError("--dtype float64 is for --shape shipped")
-    mesh, place = make_mesh(options), make_placement(options)
-    measure = ways[asked[0]] if asked else _speed
-    title, columns, rows = measure(options, mesh, place)
+    measured = measure(options, make_mesh(options), make_placement(options))
     if options.json:
-        for row in rows:
-            print_json(dict(zip(columns, row, strict=True)))
+        for row in measured.rows:
+            print_json(dict(zip(measured.columns, row, strict=True)))
         return 0
-    said = [[_say_cell(*cell) for cell in zip(columns, row, strict=True)] for row in rows]
-    print_table(title, [column.replace("_", " ") for column in columns], said)
-    if options.experts:
-        _advise(mesh, rows)
-    if options.rows:
-        _advise_rows(rows)
-    if options.reduce:
-        _advise_ring(rows)
-    if options.profile:
-        _advise_profile(options.profile)
+    columns = [column.replace("_", " ") for column in measured.columns]
+    rows = [list(map(_cell_text, measured.columns, row)) for row in measured.rows]
+    print_table(measured.title, columns, rows)
+    write(measured.advice)
     return 0
 
 
+def _measurement(options: argparse.Namespace) -> Callable[..., Measured]:
+    """The function of what was asked for; prefill and decode where nothing was."""
+    functions = {"compile": _compiled, "experts": _experts, "rows": _rows, "reduce": _reductions}
+    if not options.compile:  # which has a context of its own
+        functions |= {"context": _contexts, "profile": _profile}
+    asked = [name for name in functions if getattr(options, name)]
+    if len(asked) > 1:
+        raise CommandError(f"--{' and --'.join(asked)}: one at a time")
+    return functions[asked[0]] if asked else _speed
+
+
 def _set_defaults(options: argparse.Namespace) -> None:
-    """What was not given, by what is asked for; a compiled step is told of nothing that runs."""
+    """Fill in what was not given. Refuse options that --compile, which runs nothing, has no use
+    for.
+    """
     defaults = _PROFILE_DEFAULTS if options.profile else _RUN_DEFAULTS
     defaults = _COMPILE_DEFAULTS if options.compile else defaults
-    idle = [n for n, value in defaults.items() if value is None and getattr(options, n) is not None]
-    if idle:
-        raise CommandError(f"--compile runs nothing and takes no --{', --'.join(idle)}")
+    unused = [
+        name
+        for name, value in defaults.items()
+        if value is None and getattr(options, name) is not None
+    ]
+    if unused:
+        raise CommandError(f"--compile runs nothing and takes no --{', --'.join(unused)}")
     if options.compile and options.context and len(options.context) > 1:
         raise CommandError(
             f"--compile takes one --context, got {','.join(map(str, options.context))}"
@@ -117,96 +131,135 @@ def _set_defaults(options: argparse.Namespace) -> None:
         setattr(options, name, getattr(options, name) or value)
 
 
-def _say_cell(column: str, value: str | int | float) -> str:
+def _cell_text(column: str, value: str | int | float) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     return bytes_text(int(value)) if column.endswith("_bytes") else str(value)
 
 
-def _compiled(options: argparse.Namespace, mesh: Any, place: Any) -> tuple[str, Any, list]:
-    from ..model.mxfp4 import expert_quantization
-    from ..runtime.program import make_program
-    from . import measure as bench
+# What is measured.
 
-    config, dtype = named_config(options.compile), options.dtype or "bfloat16"
+
+def _speed(options: argparse.Namespace, mesh: Any, place: Any) -> Measured:
+    from . import measure
+
+    model = _model(options, mesh, place)
+    title = f"{options.shape}, {model.dtype}, {mesh_text(mesh)}"
+    rows = list(measure.speed(model, options.prompt, options.batch, options.steps))
+    return Measured(title, measure.SPEED_COLUMNS, rows)
+
+
+def _contexts(options: argparse.Namespace, mesh: Any, place: Any) -> Measured:
+    from . import measure
+
+    model = _model(options, mesh, place)
+    title = f"contexts of {options.shape}, {model.dtype}, {mesh_text(mesh)}"
+    rows = list(measure.contexts(model, options.batch[0], options.context))
+    return Measured(title, measure.CONTEXT_COLUMNS, rows)
+
+
+def _profile(options: argparse.Namespace, mesh: Any, place: Any) -> Measured:
+    from . import measure
+
+    folder = options.profile
+    make_folder("--profile", folder)
+    model = _model(options, mesh, place)
+    T = min(options.prompt, model.chunk)
+    row = measure.profile(model, options.batch[0], T, options.steps, folder)
+    trace = max(folder.glob("plugins/profile/*/*.trace.json.gz"), key=os.path.getmtime)
+    advice = (
+        f"parts by name: pip install xprof tensorboard; tensorboard --logdir {folder}\n"
+        f"times alone: open {trace} at https://ui.perfetto.dev\n"
+    )
+    title = f"profile of {options.shape}, {mesh_text(mesh)}"
+    return Measured(title, measure.PROFILE_COLUMNS, [row], advice)
+
+
+def _compiled(options: argparse.Namespace, mesh: Any, place: Any) -> Measured:
+    from ..model.mxfp4 import expert_quantization
+    from ..runtime.probes import compile_step
+    from ..runtime.program import make_program
+    from . import measure
+
+    config = named_config(options.compile)
+    dtype = options.dtype or "bfloat16"
     quantization = expert_quantization(config.quantized)
     program = make_program(config, mesh, place, dtype, quantization=quantization, scan=True)
     slots = min(options.context[0], config.max_positions)
-    (B, *_), T = options.batch, options.prompt
+    B = options.batch[0]
+    T = options.prompt
     title = f"a step of {options.compile}, {B} x {T} tokens, {slots} slots, {mesh_text(mesh)}"
-    compiled, seconds = bench.compile_step(program, B, T, slots)
+    compiled, seconds = compile_step(program, B, T, slots)
     memory = compiled.memory_analysis()
     row = (*seconds.values(), memory.argument_size_in_bytes, memory.temp_size_in_bytes)
-    return title, bench.COMPILE_COLUMNS, [row]
+    return Measured(title, measure.COMPILE_COLUMNS, [row])
 
 
-def _speed(options: argparse.Namespace, mesh: Any, place: Any) -> tuple[str, Any, list]:
-    from . import measure as bench
-
-    model = _bench_model(options, mesh, place)
-    title = f"{options.shape}, {model.dtype}, {mesh_text(mesh)}"
-    rows = list(bench.speed(model, options.prompt, options.batch, options.steps))
-    return title, bench.SPEED_COLUMNS, rows
-
-
-def _contexts(options: argparse.Namespace, mesh: Any, place: Any) -> tuple[str, Any, list]:
-    from . import measure as bench
-
-    model = _bench_model(options, mesh, place)
-    title = f"contexts of {options.shape}, {model.dtype}, {mesh_text(mesh)}"
-    rows = list(bench.contexts(model, options.batch[0], options.context))
-    return title, bench.CONTEXT_COLUMNS, rows
-
-
-def _profile(options: argparse.Namespace, mesh: Any, place: Any) -> tuple[str, Any, list]:
-    from . import measure as bench
-
-    make_folder("--profile", options.profile)
-    model = _bench_model(options, mesh, place)
-    T = min(options.prompt, model.chunk)
-    row = bench.profile(model, options.batch[0], T, options.steps, options.profile)
-    return f"profile of {options.shape}, {mesh_text(mesh)}", bench.PROFILE_COLUMNS, [row]
-
-
-def _experts(options: argparse.Namespace, mesh: Any, place: Any) -> tuple[str, Any, list]:
-    from . import measure as bench
+def _experts(options: argparse.Namespace, mesh: Any, place: Any) -> Measured:
+    from . import measure
 
     if mesh.size == 1:
-        raise CommandError("--experts compares ways over several devices: give --devices or --mesh")
-    rows = list(bench.experts(_bench_config(options), mesh, place, options.dtype))
-    return f"experts of {options.shape}, {mesh_text(mesh)}", bench.EXPERTS_COLUMNS, rows
+        raise CommandError("--experts needs several devices: give --devices or --mesh")
+    rows = list(measure.experts(_config(options), mesh, place, options.dtype))
+    below = measure.local_below(rows)
+    place = f'Placement(experts="auto", local_below={below})'
+    advice = f"here: {place}, or --place experts=auto --place local_below={below}\n"
+    title = f"experts of {options.shape}, {mesh_text(mesh)}"
+    return Measured(title, measure.EXPERTS_COLUMNS, rows, advice)
 
 
-def _rows(options: argparse.Namespace, mesh: Any, place: Any) -> tuple[str, Any, list]:
-    from . import measure as bench
+def _rows(options: argparse.Namespace, mesh: Any, place: Any) -> Measured:
+    from . import measure
 
     if mesh.shape["model"] == 1:
         raise CommandError("--rows slices over several model ranks: give --devices or --mesh")
-    rows = list(bench.rows(_bench_config(options), mesh, place, options.dtype))
-    return f"rows of {options.shape}, {mesh_text(mesh)}", bench.ROWS_COLUMNS, rows
+    rows = list(measure.rows(_config(options), mesh, place, options.dtype))
+    first = measure.crossover(rows)
+    if first is None:
+        advice = 'here: slicing is not faster; keep Placement(rows="full")\n'
+    elif first == 0:
+        advice = 'here: slicing is always faster; Placement(rows="sliced")\n'
+    else:
+        place = f'Placement(rows="auto", sliced_from={first})'
+        advice = f"here: {place}, or --place rows=auto --place sliced_from={first}\n"
+    title = f"rows of {options.shape}, {mesh_text(mesh)}"
+    return Measured(title, measure.ROWS_COLUMNS, rows, advice)
 
 
-def _reduce(options: argparse.Namespace, mesh: Any, place: Any) -> tuple[str, Any, list]:
-    from . import measure as bench
+def _reductions(options: argparse.Namespace, mesh: Any, place: Any) -> Measured:
+    from . import measure
 
     if mesh.shape["model"] == 1:
         raise CommandError("--reduce sums over several model ranks: give --devices or --mesh")
     if options.dtype == "float64":
         raise CommandError("--reduce measures float32 and bfloat16")
-    width = _bench_config(options).hidden
-    rows = list(bench.reductions(width, mesh, options.dtype))
-    return f"sums of rows of {width}, {mesh_text(mesh)}", bench.REDUCE_COLUMNS, rows
+    width = _config(options).hidden
+    rows = list(measure.reductions(width, mesh, options.dtype))
+    ring = measure.ring_from(rows)
+    if ring is None:
+        advice = "here: ring_bf16 is not faster than sum; leave prefill_ring_rows at 0\n"
+    else:
+        count, pieces = ring
+        more = f", ring_pieces={pieces}" if pieces > 1 else ""
+        place = f'Placement(prefill_reduce="ring_bf16", prefill_ring_rows={count}{more})'
+        advice = f"here: {place}\n"
+    title = f"sums of rows of {width}, {mesh_text(mesh)}"
+    return Measured(title, measure.REDUCE_COLUMNS, rows, advice)
 
 
-def _bench_model(options: argparse.Namespace, mesh: Any, place: Any) -> Any:
-    """The model that is measured, once its context is known to hold what it will be given."""
-    from . import measure as bench
+# The model that is measured.
 
-    config = _bench_config(options)
-    needed, said = options.prompt + options.steps + 1, f"--prompt {options.prompt} and --steps "
-    said += f"{options.steps} need"  # the first step is not timed
+
+def _model(options: argparse.Namespace, mesh: Any, place: Any) -> Any:
+    """The model of --shape. Refuses more tokens than its context holds."""
+    from . import measure
+
+    config = _config(options)
+    needed = options.prompt + options.steps + 1  # the first step is not timed
+    said = f"--prompt {options.prompt} and --steps {options.steps} need"
     if options.context:
-        needed, said = max(options.context), f"--context {max(options.context)} needs"
+        needed = max(options.context)
+        said = f"--context {needed} needs"
     if needed > config.max_positions:
         raise CommandError(
             f"{said} a context of {needed} tokens, and that of --shape {options.shape} is "
@@ -214,53 +267,14 @@ def _bench_model(options: argparse.Namespace, mesh: Any, place: Any) -> Any:
         )
     if options.shape == "shipped":
         return load_model(SHIPPED, options)
-    model = bench.random_model(config, mesh, place, options.dtype)
+    model = measure.random_model(config, mesh, place, options.dtype)
     return dataclasses.replace(model, chunk=options.chunk or model.chunk)
 
 
-def _bench_config(options: argparse.Namespace) -> Any:
+def _config(options: argparse.Namespace) -> Any:
     from ..config.config import Config
-    from . import measure as bench
+    from . import measure
 
     if options.shape == "shipped":
         return Config.from_hf(SHIPPED)
-    return bench.mini(options.shape == "mini-dsa")
-
-
-def _advise(mesh: Any, rows: list) -> None:
-    from . import measure as bench
-
-    below = bench.local_below(rows)
-    place = f'Placement(experts="auto", local_below={below})'
-    write(f"here: {place}, or --place experts=auto --place local_below={below}\n")
-
-
-def _advise_rows(rows: list) -> None:
-    from . import measure as bench
-
-    found = bench.crossover(rows)
-    if found is None:
-        write('here: slicing is not faster; keep Placement(rows="full")\n')
-    elif found == 0:
-        write('here: slicing is always faster; Placement(rows="sliced")\n')
-    else:
-        place = f'Placement(rows="auto", sliced_from={found})'
-        write(f"here: {place}, or --place rows=auto --place sliced_from={found}\n")
-
-
-def _advise_ring(rows: list) -> None:
-    from . import measure as bench
-
-    found = bench.ring_from(rows)
-    if found is None:
-        write("here: ring_bf16 is not faster than sum; leave prefill_ring_rows at 0\n")
-        return
-    count, pieces = found
-    more = f", ring_pieces={pieces}" if pieces > 1 else ""
-    write(f'here: Placement(prefill_reduce="ring_bf16", prefill_ring_rows={count}{more})\n')
-
-
-def _advise_profile(folder: Path) -> None:
-    trace = max(folder.glob("plugins/profile/*/*.trace.json.gz"), key=os.path.getmtime)
-    write(f"parts by name: pip install xprof tensorboard; tensorboard --logdir {folder}\n")
-    write(f"times alone: open {trace} at https://ui.perfetto.dev\n")
+    return measure.mini(options.shape == "mini-dsa")

@@ -7,6 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CommandError
+from ..generation.options import (
+    CHAT_MAX_NEW_TOKENS,
+    CHAT_TEMPERATURE,
+    CHAT_THINKING_EFFORT,
+    CHAT_TOP_P,
+)
+from ..text.messages import EFFORTS, RESPONSE_FORMATS, TOOL_CHOICES
 from .devices import check_folder, load_model, use_compilation_cache
 from .options import (
     SHIPPED,
@@ -37,9 +44,6 @@ one book and no conversation: it goes on in the manner of that book."""
 
 def add(commands: Any) -> None:
     """Add the command and its options to a parser."""
-    from ..generation.chat import MAX_NEW_TOKENS, TEMPERATURE, THINKING_EFFORT, TOP_P
-    from ..text.messages import EFFORTS, TOOL_CHOICES
-
     command = add_command(commands, "chat", run, "hold a conversation in the terminal", EXAMPLES)
     add = command.add_argument
     help_path = f"checkpoint folder ({SHIPPED_MODEL})"
@@ -48,13 +52,13 @@ def add(commands: Any) -> None:
     help_thinking = "let the model think before it answers (on)"
     add("--thinking", action=OnceSwitch, default=True, help=help_thinking)
     efforts = (*EFFORTS, "unsaid")
-    help_effort = f"tell the model how much to think ({THINKING_EFFORT})"
-    add("--thinking-effort", choices=efforts, default=THINKING_EFFORT, help=help_effort)
+    help_effort = f"tell the model how much to think ({CHAT_THINKING_EFFORT})"
+    add("--thinking-effort", choices=efforts, default=CHAT_THINKING_EFFORT, help=help_effort)
     add("--tools", type=Path, metavar="FILE", help="declare tools: a JSON list of functions")
     add("--tool-choice", choices=TOOL_CHOICES, help="whether it must or must not call tools (auto)")
     help_format = "ask for JSON: json_object, or a file that holds a JSON schema (text)"
     add("--response-format", default="text", metavar="FORMAT", help=help_format)
-    add_sampling(command, MAX_NEW_TOKENS, TEMPERATURE, TOP_P)
+    add_sampling(command, CHAT_MAX_NEW_TOKENS, CHAT_TEMPERATURE, CHAT_TOP_P)
     add_mesh(command)
 
 
@@ -85,7 +89,6 @@ def run(options: argparse.Namespace) -> int:
 
 def _wishes(options: argparse.Namespace) -> dict[str, Any]:
     """What the model is told beside the conversation."""
-    from ..text.messages import RESPONSE_FORMATS
     from .terminal import read_json_file
 
     response_format = options.response_format

@@ -35,9 +35,11 @@ def set_devices(count: int | None) -> None:
 
 def check_devices(count: int | None) -> None:
     """Refuse a count that JAX, once started, cannot follow any more."""
+    if count is None:
+        return
     import jax
 
-    if count is not None and jax.local_device_count() != count:
+    if jax.local_device_count() != count:
         raise CommandError(
             f"--devices {count} comes too late, JAX runs on {jax.local_device_count()}"
         )

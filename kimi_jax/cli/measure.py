@@ -1,5 +1,5 @@
-"""What `kimi-jax bench` measures: steps of a model, at the end of long contexts too, ways of
-running its experts and of completing sums over ranks, compilation; and the profile that it records.
+"""What `kimi-jax bench` measures: prefill and decode, steps at the end of long contexts, ways of
+running experts and of reducing sums over ranks; and the profile that it records.
 
 Figures are medians of one run on one machine; only their ratios mean something elsewhere.
 """
@@ -7,7 +7,6 @@ Figures are medians of one run on one machine; only their ratios mean something 
 import contextlib
 import dataclasses
 import itertools
-import operator
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,23 +16,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jaxtyping import Array
 
 from ..api import Model
 from ..config.config import Config
 from ..generation.engine import capacity
-from ..model.decoder import Stack, build, declare
-from ..model.mla import MLA
+from ..model.decoder import build, declare
 from ..model.mxfp4 import MXFP4, expert_quantization
 from ..model.state import STATE_DIMS, State, home_of
-from ..parallel.collectives import all_reduce
-from ..parallel.on_mesh import BY_MODEL_RANK, model_ranks, on_model_ranks
+from ..parallel.on_mesh import model_ranks
 from ..parallel.placement import Placement
 from ..parallel.processes import to_device
 from ..parallel.reductions import Reduction, traffic
-from ..runtime.model_on_mesh import BY_ROW, STATE, WEIGHTS
+from ..runtime.probes import key_selection, partial_sums, sum_over_ranks
 from ..runtime.program import Program, default_dtype, make_program
 
 Row = tuple[str | int | float, ...]
@@ -50,12 +46,12 @@ STEP_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 REDUCE_COLUMNS = ("rows", "reduce", "pieces", "ms", "by_sum", "sent_bytes")
 REDUCE_ROWS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 REDUCE_PIECES = (1, 2, 4)
-REPEATS = 9
-MARGIN = 1.02  # a way counts as faster from 2 % on
+REPEATS = 9  # timed runs of each step
+MARGIN = 1.02  # one placement counts as faster than another from 2 % on
 
 
 def mini(sparse: bool) -> Config:
-    """The shape for measuring: nine layers that a laptop holds, every part of K3 among them."""
+    """A config for measuring: nine layers that a laptop holds, with every part of K3."""
     index = {"index_heads": 4, "index_dim": 32, "index_topk": 256} if sparse else {}
     return dataclasses.replace(
         Config.k3_1() if sparse else Config.k3(),
@@ -78,7 +74,7 @@ def random_model(config: Config, mesh: Mesh, place: Placement, dtype: str | None
 
 
 def _random_read(program: Program) -> Callable:
-    """Random weights that keep the size of what runs through them, made when they are asked for."""
+    """Random weights, made slice by slice, that preserve the scale of activations."""
     shapes = {
         name: w.shape[w.dims[0] == "G" :] for w in declare(program.declared) for name in w.names
     }
@@ -86,7 +82,7 @@ def _random_read(program: Program) -> Callable:
 
     def read(name: str, index: tuple[slice, ...]) -> np.ndarray:
         role = name.rsplit(".", 1)[-1]
-        shape = [len(range(size)[cut]) for size, cut in zip(shapes[name], index, strict=True)]
+        shape = [len(range(size)[part]) for size, part in zip(shapes[name], index, strict=True)]
         if ".experts." in name and program.quantization is MXFP4:
             low, high = (118, 123) if role.startswith("s_") else (0, 256)
             return rng.integers(low, high, shape, np.uint8)
@@ -105,118 +101,88 @@ def speed(model: Model, T: int, batches: Sequence[int], steps: int) -> Iterator[
     rng = np.random.default_rng(0)
     for at, B in enumerate(batches):
         prompts = rng.integers(0, model.config.vocab, (B, T))
-        new = [model.new_state(B, slots) for _ in range(4 if at == 0 else 1)]
-        first, *times = [_timed(model.prefill, state, prompts) for state in new]
-        if times:
-            yield _speed("prefill", B, T, first[0], [seconds for seconds, _ in times])
-        _, state = (times or [first])[-1][1]
-        seconds = []
+        states = [model.new_state(B, slots) for _ in range(4 if at == 0 else 1)]
+        runs = [_timed(model.prefill, state, prompts) for state in states]
+        if at == 0:
+            first, *later = [seconds for seconds, _ in runs]
+            yield _speed_row("prefill", B, T, first, later)
+        _, state = runs[-1][1]
+        times = []
         for token in rng.integers(0, model.config.vocab, (steps + 1, B)):
-            took, (_, state) = _timed(model.decode, state, token)
-            seconds.append(took)
-        yield _speed("decode", B, 1, seconds[0], seconds[1:])
+            seconds, (_, state) = _timed(model.decode, state, token)
+            times.append(seconds)
+        yield _speed_row("decode", B, 1, times[0], times[1:])
 
 
-def _timed(step: Callable, *inputs: Any) -> tuple[float, Any]:
-    begun = time.perf_counter()
-    results = jax.block_until_ready(step(*inputs))
-    return time.perf_counter() - begun, results
+def _timed(function: Callable, *inputs: Any) -> tuple[float, Any]:
+    """Seconds until a function's arrays exist, and what it returns."""
+    begin = time.perf_counter()
+    results = jax.block_until_ready(function(*inputs))
+    return time.perf_counter() - begin, results
 
 
-def _speed(what: str, B: int, T: int, first: float, times: Sequence[float]) -> Row:
-    usual = statistics.median(times)
-    return what, B, T, max(0.0, first - usual), usual * 1000, B * T / usual
+def _speed_row(step: str, B: int, T: int, first: float, later: Sequence[float]) -> Row:
+    median = statistics.median(later)
+    return step, B, T, max(0.0, first - median), median * 1000, B * T / median
 
 
 def contexts(model: Model, B: int, sizes: Sequence[int]) -> Iterator[Row]:
     """Milliseconds a token of the last prefill chunk, then of the last decode step, of contexts of
-    such sizes: in all, of selecting keys, which is timed alone, and of the rest; and that rest by
-    the first context's. Contexts take turns; their caches hold noise.
+    these sizes: in all, of selecting keys, which is timed alone, and of the rest; and that rest
+    relative to the first context's. Runs take turns over the contexts; caches hold noise.
     """
     states = [_noisy(model.new_state(B, capacity(S, model.config.max_positions))) for S in sizes]
     for name, longest in (("prefill", model.chunk), ("decode", 1)):
         widths = [min(longest, S) for S in sizes]
-        times = _by_context(model, states, sizes, widths, B)
-        first = None
-        for S, T, measured in zip(sizes, widths, times, strict=True):
-            each = zip(*measured, strict=True)
-            whole, alone = (1000 * statistics.median(of) / (B * T) for of in each)
-            first = first or whole - alone
-            yield name, S, B, T, whole, alone, whole - alone, (whole - alone) / first
+        first_rest = None
+        for S, T, runs in zip(
+            sizes, widths, _by_context(model, states, sizes, widths, B), strict=True
+        ):
+            step_ms, selection_ms = (
+                1000 * statistics.median(seconds) / (B * T) for seconds in zip(*runs, strict=True)
+            )
+            rest_ms = step_ms - selection_ms
+            first_rest = first_rest or rest_ms
+            yield name, S, B, T, step_ms, selection_ms, rest_ms, rest_ms / first_rest
 
 
 def _by_context(
     model: Model, states: list[State], sizes: Sequence[int], widths: Sequence[int], B: int
 ) -> list[list[tuple[float, float]]]:
-    """The seconds of a step of so many tokens at the end of each context, and of its selection, in
-    turns.
+    """For each context the seconds of a step of that many tokens at its end, and of the selection
+    in it, of each run.
     """
     config = model.config
-    sparse = [config.sparse and config.index_topk < S for S in sizes]
-    rows = len(states[0].length)  # completed over the data ranks
-    select = {T: _selection(model, rows, T) for T in widths if any(sparse)}
-    times: list[list[tuple[float, float]]] = [[] for _ in sizes]
+    selects = [config.sparse and config.index_topk < S for S in sizes]
+    rows = len(states[0].length)  # padded over the data ranks
+    select = {T: key_selection(model, rows, T) for T in widths if any(selects)}
+    runs: list[list[tuple[float, float]]] = [[] for _ in sizes]
     for _ in range(REPEATS + 1):
         for at, (S, T) in enumerate(zip(sizes, widths, strict=True)):
-            seen = to_device(np.full(rows, S - T, np.int32), states[at].length.sharding)
-            state = dataclasses.replace(states[at], length=seen)
-            alone = _timed(select[T], state)[0] if sparse[at] else 0.0
-            took, (_, states[at]) = _timed(model.prefill, state, np.zeros((B, T), np.int32))
-            times[at].append((took, alone))
-    return [of[1:] for of in times]
+            length = to_device(np.full(rows, S - T, np.int32), states[at].length.sharding)
+            state = dataclasses.replace(states[at], length=length)
+            selection = _timed(select[T], state)[0] if selects[at] else 0.0
+            seconds, (_, states[at]) = _timed(model.prefill, state, np.zeros((B, T), np.int32))
+            runs[at].append((seconds, selection))
+    return [times[1:] for times in runs]
 
 
 def _noisy(state: State) -> State:
     """The state with noise in every cached row."""
-    rng, number = np.random.default_rng(0), jnp.dtype(home_of(state).dtype)
+    rng = np.random.default_rng(0)
+    dtype = jnp.dtype(home_of(state).dtype)
 
     def fill(path: tuple, x: Array) -> Array:
         if "S" not in STATE_DIMS[path[-1].name]:
             return x
-        noise = rng.standard_normal(x.shape, np.float32).astype(number).view(x.dtype)
+        noise = rng.standard_normal(x.shape, np.float32).astype(dtype).view(x.dtype)
         return jax.make_array_from_callback(x.shape, x.sharding, lambda index: noise[index])
 
     return jax.tree_util.tree_map_with_path(fill, state)
 
 
-def _selection(model: Model, B: int, T: int) -> Callable[[State], list]:
-    """What a step of T tokens a row does to select keys, in all its layers, for tokens of noise."""
-    program = model.program
-
-    def one(weights: dict, state: State, x: Array, latent: Array) -> list:
-        lengths = jnp.full_like(state.length, T)
-        step = program.step_info(state.length, lengths, T, kind="decode" if T == 1 else "prefill")
-        return [
-            layer.select(x, latent, held, dataclasses.replace(step, group=group))
-            for stack, states in zip(program.merge(weights).stacks, state.layers, strict=True)
-            for layer, held, group in _selecting(stack, states)
-        ]
-
-    @jax.jit
-    def whole(weights: dict, state: State, x: Array, latent: Array) -> list:
-        inputs = (WEIGHTS, STATE, BY_ROW, BY_ROW)
-        return program.shard(one, inputs, BY_ROW)(weights, state, x, latent)
-
-    rng = np.random.default_rng(0)
-    x, latent = (
-        model.place_rows(rng.standard_normal((B, T, width), np.float32).astype(model.dtype))
-        for width in (model.config.hidden, model.config.q_rank)
-    )
-    return lambda state: whole(model.weights, state.bare(), x, latent)
-
-
-def _selecting(stack: Stack, states: Sequence[Any]) -> Iterator[tuple[MLA, Any, int]]:
-    """Every MLA layer of a stack, the state that it finds itself in, and its group there."""
-    for layer, held in zip(stack.layers, states, strict=True):
-        if isinstance(layer.attention, MLA):
-            graph, weights = nnx.split(layer.attention)
-            for group in range(stack.span.groups):
-                own = jax.tree.map(operator.itemgetter(group), weights)
-                yield nnx.merge(graph, own), held, group
-
-
 @contextlib.contextmanager
-def _own_names() -> Iterator[None]:
+def _names_in_cache_keys() -> Iterator[None]:
     """Programs of the compilation cache count as the same only where their parts have the same
     names: else a profile may show those of another version.
     """
@@ -230,54 +196,35 @@ def _own_names() -> Iterator[None]:
 
 
 def profile(model: Model, B: int, T: int, steps: int, folder: Path) -> Row:
-    """Writes a profile of B prompts of T tokens and so many new ones into a folder, after the same
-    once without; its times are those under the profiler.
+    """Write a profile of B prompts of T tokens and `steps` new ones into a folder, after one run
+    without; its times are those under the profiler.
     """
     rng = np.random.default_rng(0)
     prompts = rng.integers(0, model.config.vocab, (B, T)).tolist()
     generate = lambda: model.generate(prompts, max_new_tokens=steps, stop_tokens=[])  # noqa: E731
-    with _own_names():
+    with _names_in_cache_keys():
         generate()
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # the parts of the model, not the lines of Python around them
     with jax.profiler.trace(folder, profiler_options=options):
-        took, _ = _timed(generate)
-    return B, B * T, B * steps, 1000 * took
+        seconds, _ = _timed(generate)
+    return B, B * T, B * steps, 1000 * seconds
 
 
-def compile_step(program: Program, B: int, T: int, slots: int) -> tuple[Any, dict[str, float]]:
-    """A whole step of B rows, completed over the data ranks, and T tokens, compiled from shapes,
-    and the seconds of each stage. No weight exists.
-    """
-    B = program.padded_rows(B)
-    rows = NamedSharding(program.mesh, BY_ROW)
-    ids = jax.ShapeDtypeStruct((B, T), jnp.int32, sharding=rows)
-    lengths = jax.ShapeDtypeStruct((B,), jnp.int32, sharding=rows)
-    times = [time.perf_counter()]
-    traced = program.step.trace(program.weight_shapes, program.state_shapes(B, slots), ids, lengths)
-    times.append(time.perf_counter())
-    lowered = traced.lower()
-    times.append(time.perf_counter())
-    compiled = lowered.compile()
-    times.append(time.perf_counter())
-    seconds = (end - begin for begin, end in itertools.pairwise(times))
-    return compiled, dict(zip(("trace", "lower", "compile"), seconds, strict=True))
-
-
-def by_turns(config: Config, models: Sequence[Model]) -> Iterator[Row]:
-    """Rows a data rank holds, the time of a decode step under each of two placements, in turns, and
-    the ratio of both.
+def compare(config: Config, models: Sequence[Model]) -> Iterator[Row]:
+    """Rows a data rank holds, milliseconds of a decode step under each of two placements, runs
+    taking turns, and their ratio.
     """
     for rows in STEP_ROWS:
         B = rows * models[0].data_ranks
         token = np.arange(B) % config.vocab
         states = [model.new_state(B, 128) for model in models]
-        seconds: list[list[float]] = [[], []]
+        times: list[list[float]] = [[], []]
         for _ in range(REPEATS + 1):
             for at, model in enumerate(models):
-                took, (_, states[at]) = _timed(model.decode, states[at], token)
-                seconds[at].append(took)
-        first, second = (1000 * statistics.median(times[1:]) for times in seconds)
+                seconds, (_, states[at]) = _timed(model.decode, states[at], token)
+                times[at].append(seconds)
+        first, second = (1000 * statistics.median(of_model[1:]) for of_model in times)
         yield rows, first, second, first / second
 
 
@@ -289,30 +236,28 @@ def one_layer(config: Config) -> Config:
 
 
 def experts(config: Config, mesh: Mesh, place: Placement, dtype: str | None) -> Iterator[Row]:
-    """`by_turns` of one layer that exchanges its rows and of one that runs its own experts on all
-    of them.
-    """
-    one = one_layer(config)
-    ways = [dataclasses.replace(place, experts=way) for way in ("exchange", "local")]
-    yield from by_turns(one, [random_model(one, mesh, way, dtype) for way in ways])
+    """`compare` one layer that exchanges rows with one that runs local experts on all of them."""
+    layer = one_layer(config)
+    places = [dataclasses.replace(place, experts=name) for name in ("exchange", "local")]
+    yield from compare(layer, [random_model(layer, mesh, each, dtype) for each in places])
 
 
 def rows(config: Config, mesh: Mesh, place: Placement, dtype: str | None) -> Iterator[Row]:
-    """`by_turns` of one KDA layer whose rows are sliced over the model ranks and of one that keeps
-    them all on each.
+    """`compare` one KDA layer whose rows are sliced over the model ranks with one that keeps them
+    all on each.
     """
-    one = one_layer(config)
-    ways = [dataclasses.replace(place, rows=way) for way in ("sliced", "full")]
-    yield from by_turns(one, [random_model(one, mesh, way, dtype) for way in ways])
+    layer = one_layer(config)
+    places = [dataclasses.replace(place, rows=name) for name in ("sliced", "full")]
+    yield from compare(layer, [random_model(layer, mesh, each, dtype) for each in places])
 
 
 def crossover(measured: Sequence[Row]) -> int | None:
-    """The row count from which the first of two ways is faster, twice in a row and by 2 %; 0 where
-    it always is, None where it never is.
+    """The row count from which the first of two placements is faster, twice in a row and by 2 %; 0
+    where it always is, None where it never is.
     """
     wins = [(int(count), float(ratio) * MARGIN < 1) for count, *_, ratio in measured]
-    for at, ((count, once), (_, twice)) in enumerate(itertools.pairwise(wins)):
-        if once and twice:
+    for at, ((count, wins_once), (_, wins_twice)) in enumerate(itertools.pairwise(wins)):
+        if wins_once and wins_twice:
             return count if at else 0
     return None
 
@@ -321,32 +266,26 @@ def local_below(measured: Sequence[Row]) -> int:
     """The row count from which exchanging is faster; one more than the largest that was measured
     where it never is.
     """
-    found = crossover(measured)
-    return int(measured[-1][0]) + 1 if found is None else found
+    first = crossover(measured)
+    return int(measured[-1][0]) + 1 if first is None else first
 
 
 def reductions(width: int, mesh: Mesh, dtype: str | None) -> Iterator[Row]:
-    """The time of each way to complete partial sums [rows, width] over the model ranks, in turns,
-    beside that of `sum`, and the bytes that a rank sends for it.
+    """Milliseconds of each algorithm that sums partial rows [rows, width] over the model ranks,
+    runs taking turns, that time relative to `sum`'s, and the bytes that a rank sends.
     """
-    n = model_ranks(mesh)
-    number = dtype or default_dtype()
-    ways = [Reduction(name) for name in ("sum", "two_shot", "ring_fp32")]
-    ways += [Reduction("ring_bf16", pieces) for pieces in REDUCE_PIECES]
-    reduce = [_reduction(how, mesh) for how in ways]
+    dtype = dtype or default_dtype()
+    ranks = model_ranks(mesh)
+    algorithms = [Reduction(name) for name in ("sum", "two_shot", "ring_fp32")]
+    algorithms += [Reduction("ring_bf16", pieces) for pieces in REDUCE_PIECES]
+    programs = [sum_over_ranks(how, mesh) for how in algorithms]
     for rows in REDUCE_ROWS:
-        partials = jax.random.normal(jax.random.key(0), (n * rows, width), number)
-        partials = jax.device_put(partials, NamedSharding(mesh, BY_MODEL_RANK))
-        rounds = [[_timed(one, partials)[0] for one in reduce] for _ in range(REPEATS + 1)]
-        times = [1000 * statistics.median(of) for of in zip(*rounds[1:], strict=True)]
-        for how, ms in zip(ways, times, strict=True):
-            sent = traffic(how, n, rows, width, number).sent
+        partials = partial_sums(mesh, rows, width, dtype)
+        runs = [[_timed(program, partials)[0] for program in programs] for _ in range(REPEATS + 1)]
+        times = [1000 * statistics.median(seconds) for seconds in zip(*runs[1:], strict=True)]
+        for how, ms in zip(algorithms, times, strict=True):
+            sent = traffic(how, ranks, rows, width, dtype).sent
             yield rows, how.algorithm, how.pieces, ms, ms / times[0], sent
-
-
-def _reduction(how: Reduction, mesh: Mesh) -> Callable:
-    """The partials of all ranks, one below the other -> the sums of all ranks alike."""
-    return on_model_ranks(mesh, lambda partial: all_reduce(partial, how))
 
 
 def ring_from(rows: Sequence[Row]) -> tuple[int, int] | None:
@@ -357,6 +296,7 @@ def ring_from(rows: Sequence[Row]) -> tuple[int, int] | None:
     for pieces in REDUCE_PIECES:
         ring = [row for row in rows if row[1:3] == ("ring_bf16", pieces)]
         wins = [(int(row[0]), float(row[4]) * MARGIN < 1) for row in ring]
-        pairs = itertools.pairwise(wins)
-        found += [(count, pieces) for (count, once), (_, twice) in pairs if once and twice]
+        for (count, wins_once), (_, wins_twice) in itertools.pairwise(wins):
+            if wins_once and wins_twice:
+                found.append((count, pieces))
     return min(found, default=None)

@@ -12,14 +12,18 @@ from ..text.reply_parser import ChatEvent, ReplyParser
 from ..text.tool_calls import ToolCall
 from .generate import start
 from .option_checks import ids_of
-from .options import Options, described
+from .options import (
+    CHAT_MAX_NEW_TOKENS,
+    CHAT_TEMPERATURE,
+    CHAT_THINKING_EFFORT,
+    CHAT_TOP_P,
+    Options,
+    described,
+)
 from .prefix_cache import PrefixCache
 from .prompts import TextRunner
 from .requests import Usage
 from .session_state import SessionState
-
-TEMPERATURE, TOP_P, THINKING_EFFORT = 1.0, 0.95, "max"  # the released defaults
-MAX_NEW_TOKENS = 2048
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +129,7 @@ class ChatStream(Iterator[ChatEvent]):
         self._ready.extend(self._parser.finish())
 
 
-@described(max_new_tokens=MAX_NEW_TOKENS, temperature=TEMPERATURE, top_p=TOP_P)
+@described(max_new_tokens=CHAT_MAX_NEW_TOKENS, temperature=CHAT_TEMPERATURE, top_p=CHAT_TOP_P)
 def chat(
     model: TextRunner,
     messages: Any,
@@ -133,7 +137,7 @@ def chat(
     thinking: bool = True,
     stream: bool = False,
     *,
-    thinking_effort: str | None = THINKING_EFFORT,
+    thinking_effort: str | None = CHAT_THINKING_EFFORT,
     tool_choice: Any = None,
     response_format: Any = None,
     prefix_cache: PrefixCache | None = None,
@@ -170,9 +174,9 @@ def chat(
 
 def _with_defaults(model: TextRunner, options: dict[str, Any], end: int) -> Options:
     """The options of a turn: the released defaults, and an end at <|end_of_msg|> in any case."""
-    drawn = {"temperature": TEMPERATURE, "top_p": TOP_P}
+    drawn = {"temperature": CHAT_TEMPERATURE, "top_p": CHAT_TOP_P}
     given = {k: v for k, v in options.items() if v is not None or k not in drawn}
-    defaults: dict[str, Any] = {"max_new_tokens": MAX_NEW_TOKENS}
+    defaults: dict[str, Any] = {"max_new_tokens": CHAT_MAX_NEW_TOKENS}
     if given.get("sampling") is None:
         defaults |= drawn
     stop_tokens = given.get("stop_tokens")

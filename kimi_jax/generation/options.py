@@ -8,6 +8,12 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+# Defaults of a conversation: those of the released model, and a bound.
+CHAT_TEMPERATURE = 1.0
+CHAT_TOP_P = 0.95
+CHAT_THINKING_EFFORT = "max"
+CHAT_MAX_NEW_TOKENS = 2048
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:

@@ -57,7 +57,7 @@ def test_help_teaches_by_example(capsys, command):
 def test_help_says_what_an_option_does(capsys):
     for command, says in {
         "generate": (
-            "less than P times as probable as the most probable one",
+            "this many times as probable as the most probable one",
             "seed of the random",
         ),
         "bench": ("type of weights and activations", "with --compile bfloat16"),
@@ -66,6 +66,16 @@ def test_help_says_what_an_option_does(capsys):
             cli.main([command, "--help"])
         out = " ".join(capsys.readouterr().out.split())
         assert all(part in out for part in says)
+
+
+def test_options_are_parsed_without_jax():
+    """Which reads the number of devices when it starts; and help is there at once."""
+    code = (
+        "import sys; from kimi_jax.cli.main import make_parser; make_parser(); "
+        "print('jax' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.stdout == "False\n", done.stderr
 
 
 def test_module_runs_the_command():

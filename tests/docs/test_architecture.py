@@ -44,7 +44,7 @@ def test_drawing_again_gives_the_same_file(draw_imports, tmp_path):
     assert draw_imports.drawn_edges(tmp_path / "first.svg") == draw_imports.edges()
 
 
-@pytest.mark.parametrize("name", ["docs/architecture.md", "docs/parallelism.md"])
+@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "docs/architecture.md", "docs/parallelism.md"])
 def test_files_that_a_document_names_exist(name):
     """In backticks and with a folder: as from the root, or from the package."""
     text = re.sub(r"```.*?```", "", (ROOT / name).read_text(encoding="utf-8"), flags=re.S)
@@ -52,3 +52,15 @@ def test_files_that_a_document_names_exist(name):
     for path in paths:
         assert (ROOT / path).exists() or (ROOT / "kimi_jax" / path).exists(), path
     assert name != "CONTRIBUTING.md" or len(paths) > 20
+
+
+def test_names_that_the_guide_mentions_are_in_the_files_before_them():
+    """Of each numbered step: a word in backticks stands in one of the files that the step names."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("## How to add")[1]
+    for step in re.split(r"\n\d\. |\n### ", text)[1:]:
+        quoted = re.findall(r"`([^`]+)`", step)
+        paths = [ROOT / part / name for name in quoted for part in ("", "kimi_jax") if "/" in name]
+        files = [path for path in paths if path.is_file()]
+        for name in quoted:
+            if re.fullmatch(r"\w+", name) and files:
+                assert any(name in file.read_text(encoding="utf-8") for file in files), (name, step)

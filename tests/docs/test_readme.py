@@ -69,7 +69,7 @@ def test_the_python_of_many_devices_runs(monkeypatch, tmp_path):
 
 
 def test_links_to_files_of_the_repository_are_alive():
-    for name in ("README.md", "CHANGELOG.md", *DOCS):
+    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", *DOCS):
         path = ROOT / name
         for link in re.findall(r"\]\(([^)#:]+)[^):]*\)", path.read_text(encoding="utf-8")):
             assert (path.parent / link).exists(), f"{name}: {link}"
