@@ -257,7 +257,7 @@ def dispatched(
 
     # Dispatch: one block of rows to every rank, one from every rank.
     messages = dispatch_messages(z, ids, weights, address, held)
-    received = collectives.exchange(messages, counts, axes).reshape(n * c, -1)
+    received = collectives.all_to_all_blocks(messages, counts, axes).reshape(n * c, -1)
     rows, numbers, row_weights = of_bits(received, (L, z.dtype), (A, jnp.int32), (A, weights.dtype))
 
     # Run the local experts on the rows of all ranks.
@@ -266,7 +266,7 @@ def dispatched(
 
     # Return: the same exchange backwards.
     blocks = sums.astype(z.dtype).reshape(n, c, L)
-    returned = collectives.exchange(blocks, None if counts is None else counts.T, axes)
+    returned = collectives.all_to_all_blocks(blocks, None if counts is None else counts.T, axes)
 
     # Combine: add what each rank made of a row, in rank order.
     total = jnp.zeros((c, L), at_least_float32(z.dtype))

@@ -257,8 +257,8 @@ class MLA(nnx.Module):
             return per_head(partial.o, w_values)
         with jax.named_scope("heads"):
             if step.place.exchange == "values":
-                return helix.exchange(partial._replace(o=per_head(partial.o, w_values)))
-            return per_head(helix.exchange(partial), w_values)
+                return helix.merge_over_ranks(partial._replace(o=per_head(partial.o, w_values)))
+            return per_head(helix.merge_over_ranks(partial), w_values)
 
     def _attend_local_keys(
         self,

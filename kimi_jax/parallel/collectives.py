@@ -1,7 +1,8 @@
-"""How arrays move between devices. With placement.py, the only module that names a mesh axis.
+"""How arrays move between devices: every collective of the package.
 
 Every function is written for the inside of a `shard_map` and is the identity on an axis of size 1,
-so that one device runs the same code and its program holds no collective.
+so that one device runs the same code and its program holds no collective. Of P rows, split over n
+ranks, rank r holds rows r c to (r + 1) c, c = ceil(P / n); the last ones are zero-padded.
 """
 
 import math
@@ -18,14 +19,13 @@ from .mesh import MODEL
 from .reductions import SUM, Reduction, deals_of
 
 Axis = str | Sequence[str]
-
 DEFAULT_AXIS: Axis = MODEL  # along which a function moves arrays where it is not told
 
 
 def ranks(axis: Axis = DEFAULT_AXIS) -> int:
-    """Devices along a mesh axis, or along several; a Python integer, known while tracing."""
+    """Devices along a mesh axis, or along several; a Python integer while tracing."""
     axes = (axis,) if isinstance(axis, str) else axis
-    return math.prod(jax.lax.axis_size(one) for one in axes)
+    return math.prod(jax.lax.axis_size(name) for name in axes)
 
 
 def rank(axis: Axis = DEFAULT_AXIS) -> Int[Array, ""]:
@@ -43,56 +43,56 @@ def all_gather(part: Array, dim: int, axis: Axis = DEFAULT_AXIS) -> Array:
 
 
 def embed(table: Float[Array, "Z D"], tokens: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
-    """Rows of a vocabulary-sharded table, as a partial sum: each rank looks up the ids it owns, and
-    has zero elsewhere.
+    """Rows of a vocabulary-sharded table, as a partial sum: each rank looks up the ids of its shard
+    and has zero for the others.
     """
     local = tokens - rank() * table.shape[0]
     if ranks() == 1:
         return table[local]
-    owned = (local >= 0) & (local < table.shape[0])
-    rows = table[jnp.where(owned, local, 0)]
-    return jnp.where(owned[..., None], rows, jnp.zeros((), table.dtype))
+    in_shard = (local >= 0) & (local < table.shape[0])
+    rows = table[jnp.where(in_shard, local, 0)]
+    return jnp.where(in_shard[..., None], rows, jnp.zeros((), table.dtype))
 
 
-# Slices of rows and of columns. Rank r of n owns rows r c to (r + 1) c of P, c = ceil(P / n).
+# Local rows and columns.
 
 
 def own_rows(x: Array, axis: Axis = DEFAULT_AXIS) -> Array:
-    """The rows of x that this rank owns, completed with zeros; moves nothing."""
+    """The rows of x that are local to this rank, zero-padded; moves nothing."""
     n = ranks(axis)
     if n == 1:
         return x
     c = -(-x.shape[0] // n)
-    return jax.lax.dynamic_slice_in_dim(_complete(x, n * c), rank(axis) * c, c)
+    return jax.lax.dynamic_slice_in_dim(_zero_pad(x, n * c), rank(axis) * c, c)
 
 
 def among_zeros(own: Array, rows: int, axis: Axis = DEFAULT_AXIS) -> Array:
-    """`own_rows` undone: all rows, exactly zero outside this rank's own; moves nothing."""
+    """Inverse of `own_rows`: all rows, exactly zero but for the local ones; moves nothing."""
     n, c = ranks(axis), own.shape[0]
     if n == 1:
         return own
-    whole = jnp.zeros((n * c, *own.shape[1:]), own.dtype)
-    return jax.lax.dynamic_update_slice_in_dim(whole, own, rank(axis) * c, 0)[:rows]
+    zeros = jnp.zeros((n * c, *own.shape[1:]), own.dtype)
+    return jax.lax.dynamic_update_slice_in_dim(zeros, own, rank(axis) * c, 0)[:rows]
 
 
 def own_columns(x: Float[Array, "P L"], axis: Axis = DEFAULT_AXIS) -> Array:
-    """The columns of x that this rank owns; moves nothing."""
+    """The columns of x that are local to this rank; moves nothing."""
     size = x.shape[1] // ranks(axis)
     return jax.lax.dynamic_slice_in_dim(x, rank(axis) * size, size, 1)
 
 
 def columns_to_rows(x: Array, axis: Axis = DEFAULT_AXIS) -> Array:
-    """All rows of a rank's own columns [P, X] -> every rank's columns of its own rows [c, n, X]."""
+    """All rows of the local columns [P, X] -> the local rows of every rank's columns [c, n, X]."""
     n = ranks(axis)
     if n == 1:
         return x[:, None]
     c = -(-x.shape[0] // n)
-    blocks = _complete(x, n * c).reshape(n, c, -1)
+    blocks = _zero_pad(x, n * c).reshape(n, c, -1)
     return jnp.moveaxis(jax.lax.all_to_all(blocks, axis, 0, 0), 0, 1)
 
 
 def rows_to_columns(own: Float[Array, "c L"], rows: int, axis: Axis = DEFAULT_AXIS) -> Array:
-    """All columns of a rank's own rows [c, n X] -> all rows of its own columns [P, X]."""
+    """All columns of the local rows [c, n X] -> all rows of the local columns [P, X]."""
     n, c = ranks(axis), own.shape[0]
     if n == 1:
         return own
@@ -100,12 +100,12 @@ def rows_to_columns(own: Float[Array, "c L"], rows: int, axis: Axis = DEFAULT_AX
     return jax.lax.all_to_all(blocks, axis, 0, 0).reshape(n * c, -1)[:rows]
 
 
-def _complete(x: Array, rows: int) -> Array:
+def _zero_pad(x: Array, rows: int) -> Array:
     return jnp.pad(x, ((0, rows - x.shape[0]), *[(0, 0)] * (x.ndim - 1)))
 
 
 def all_rows(own: Float[Array, "c D"], rows: int, axis: Axis = DEFAULT_AXIS) -> Float[Array, "P D"]:
-    """Every rank's own rows, joined, without what completes them."""
+    """Every rank's local rows, joined, without the zero padding."""
     return all_gather(own, 0, axis)[:rows]
 
 
@@ -117,8 +117,8 @@ def to_head_owners(x: Array, axis: Axis = DEFAULT_AXIS) -> Array:
     if n == 1:
         return x[None]
     B, T, H, X = x.shape
-    whole = jnp.pad(x, ((0, 0), (0, 0), (0, -H % n), (0, 0)))
-    return jax.lax.all_to_all(jnp.moveaxis(whole.reshape(B, T, n, -1, X), 2, 0), axis, 0, 0)
+    padded = jnp.pad(x, ((0, 0), (0, 0), (0, -H % n), (0, 0)))
+    return jax.lax.all_to_all(jnp.moveaxis(padded.reshape(B, T, n, -1, X), 2, 0), axis, 0, 0)
 
 
 # Messages: arrays of several types side by side.
@@ -139,43 +139,46 @@ def to_bits(*arrays: Array) -> UInt[Array, "... X"]:
 
 
 def of_bits(bits: UInt[Array, "... X"], *widths: tuple[int, DTypeLike]) -> list[Array]:
-    """`to_bits` undone: the arrays of so many numbers of a type in each row."""
-    arrays, first = [], 0
+    """Inverse of `to_bits`: arrays of (width, dtype), the numbers in each row and their type."""
+    arrays = []
+    first = 0
     for width, dtype in widths:
         dtype = jnp.dtype(dtype)
-        whole = jnp.issubdtype(dtype, jnp.integer)
-        each = 1 if whole else dtype.itemsize // bits.dtype.itemsize
-        part = bits[..., first : first + width * each]
-        first += width * each
-        if whole:
+        is_integer = jnp.issubdtype(dtype, jnp.integer)
+        words = 1 if is_integer else dtype.itemsize // bits.dtype.itemsize  # of a number
+        part = bits[..., first : first + width * words]
+        first += width * words
+        if is_integer:
             arrays.append(part.astype(dtype))
         else:
-            split = part.reshape(*part.shape[:-1], width, each) if each > 1 else part
-            arrays.append(jax.lax.bitcast_convert_type(split, dtype))
+            numbers = part.reshape(*part.shape[:-1], width, words) if words > 1 else part
+            arrays.append(jax.lax.bitcast_convert_type(numbers, dtype))
     return arrays
 
 
 # The all-to-all of variable size: each rank holds a block of up to c rows for every rank.
 
 
-class Layout(NamedTuple):
-    """Where the rows of each peer begin and how many they are, in buffers without gaps: those that
-    are sent stand in the order of destinations, those that are received in the order of sources.
+class RaggedOffsets(NamedTuple):
+    """Where the rows of each peer begin and how many they are, in buffers without gaps: sent rows
+    stand in the order of destinations, received rows in the order of sources.
     """
 
-    send: Int[Array, " n"]
-    sent: Int[Array, " n"]
-    receive: Int[Array, " n"]
-    received: Int[Array, " n"]
-    landing: Int[Array, " n"]  # where this rank's rows begin in each destination's buffer
+    send_offsets: Int[Array, " n"]
+    send_sizes: Int[Array, " n"]
+    recv_offsets: Int[Array, " n"]
+    recv_sizes: Int[Array, " n"]
+    landing_offsets: Int[Array, " n"]  # of this rank's rows, in each destination's buffer
 
 
-def layout(counts: Int[Array, "n n"], me: Int[Array, ""] | int) -> Layout:
+def ragged_offsets(counts: Int[Array, "n n"], me: Int[Array, ""] | int) -> RaggedOffsets:
     """The offsets of rank `me` out of counts[i, j], the rows that i sends to j."""
     counts = counts.astype(jnp.int32)
     by_destination = jnp.cumsum(counts, 1, dtype=jnp.int32) - counts
     by_source = jnp.cumsum(counts, 0, dtype=jnp.int32) - counts
-    return Layout(by_destination[me], counts[me], by_source[:, me], counts[:, me], by_source[me])
+    return RaggedOffsets(
+        by_destination[me], counts[me], by_source[:, me], counts[:, me], by_source[me]
+    )
 
 
 def gather_counts(sizes: Int[Array, " n"], axis: Axis) -> Int[Array, "n n"]:
@@ -183,7 +186,7 @@ def gather_counts(sizes: Int[Array, " n"], axis: Axis) -> Int[Array, "n n"]:
     return jax.lax.all_gather(sizes.astype(jnp.int32), axis)
 
 
-def exchange(
+def all_to_all_blocks(
     blocks: UInt[Array, "n c X"] | Float[Array, "n c X"], counts: Array | None, axis: Axis
 ) -> Array:
     """Block j goes to rank j; block i of the result came from rank i. The inverse is the same with
@@ -195,35 +198,35 @@ def exchange(
     """
     if counts is None:
         return jax.lax.all_to_all(blocks, axis, 0, 0)
-    at = layout(counts, rank(axis))
-    packed = pack(blocks, at.send, at.sent)
-    received = jax.lax.ragged_all_to_all(
-        packed,
-        jnp.zeros_like(packed),
-        at.send,
-        at.sent,
-        at.landing,
-        at.received,
+    at = ragged_offsets(counts, rank(axis))
+    send_buffer = to_buffer(blocks, at.send_offsets, at.send_sizes)
+    recv_buffer = jax.lax.ragged_all_to_all(
+        send_buffer,
+        jnp.zeros_like(send_buffer),
+        at.send_offsets,
+        at.send_sizes,
+        at.landing_offsets,
+        at.recv_sizes,
         axis_name=axis,
     )
-    return unpack(received, at.receive, at.received)
+    return to_blocks(recv_buffer, at.recv_offsets, at.recv_sizes)
 
 
-def pack(blocks: Array, begins: Int[Array, " n"], sizes: Int[Array, " n"]) -> Array:
+def to_buffer(blocks: Array, offsets: Int[Array, " n"], sizes: Int[Array, " n"]) -> Array:
     """The first rows of each block [n, c, X], one block after the other without gaps: [n c, X]."""
     n, c, X = blocks.shape
     slot = jnp.arange(c, dtype=jnp.int32)[None]
-    places = jnp.where(slot < sizes[:, None], begins[:, None] + slot, n * c)
+    places = jnp.where(slot < sizes[:, None], offsets[:, None] + slot, n * c)
     return jnp.zeros((n * c, X), blocks.dtype).at[places].set(blocks, mode="drop")
 
 
-def unpack(packed: Array, begins: Int[Array, " n"], sizes: Int[Array, " n"]) -> Array:
-    """`pack` undone: blocks [n, c, X], zero beyond their sizes."""
+def to_blocks(buffer: Array, offsets: Int[Array, " n"], sizes: Int[Array, " n"]) -> Array:
+    """Inverse of `to_buffer`: blocks [n, c, X], zero beyond their sizes."""
     n = len(sizes)
-    slot = jnp.arange(packed.shape[0] // n, dtype=jnp.int32)[None]
-    real = slot < sizes[:, None]
-    rows = packed[jnp.where(real, begins[:, None] + slot, 0)]
-    return jnp.where(real[..., None], rows, jnp.zeros((), packed.dtype))
+    slot = jnp.arange(buffer.shape[0] // n, dtype=jnp.int32)[None]
+    filled = slot < sizes[:, None]
+    rows = buffer[jnp.where(filled, offsets[:, None] + slot, 0)]
+    return jnp.where(filled[..., None], rows, jnp.zeros((), buffer.dtype))
 
 
 # Sums over ranks, by the algorithm that was chosen; reductions.py defines each in numpy.
@@ -233,24 +236,25 @@ def all_reduce(partial: Array, how: Reduction = SUM, axis: Axis = DEFAULT_AXIS) 
     """The sum over `axis` of every rank's partial, the same bits on every rank; [P, X] for all but
     the backend's own sum.
     """
-    n, P = ranks(axis), partial.shape[0]
+    n = ranks(axis)
     if n == 1:
         return partial
     if how.algorithm == "sum":
         return jax.lax.psum(partial, axis)
     how.check(n)
-    chunks = cut(partial, n, how.granule_rows)
+    chunks = split_chunks(partial, n, how.granule_rows)
+    # Reduce: each chunk is summed on one rank. Gather: every rank gets all sums.
     if how.algorithm == "two_shot":
-        whole = jax.lax.all_gather(_two_shot(chunks, axis), axis)
+        sums = jax.lax.all_gather(_two_shot(chunks, axis), axis)
     elif how.algorithm == "ring_fp32":
-        whole = circulate(_ring_fp32(chunks, axis), axis)
+        sums = ring_gather(_ring_fp32(chunks, axis), axis)
     else:
-        whole = _by_pieces(lambda piece: _ring_around(piece, how.fp32_hops, axis), chunks, how)
-    return join(whole, P, how.granule_rows)
+        sums = _by_pieces(lambda piece: _ring_all_reduce(piece, how.fp32_hops, axis), chunks, how)
+    return join_chunks(sums, partial.shape[0], how.granule_rows)
 
 
 def reduce_scatter(
-    partial: Float[Array, "P X"], how: Reduction = SUM, axis: Axis = MODEL
+    partial: Float[Array, "P X"], how: Reduction = SUM, axis: Axis = DEFAULT_AXIS
 ) -> Float[Array, "c X"]:
     """The rows r c to (r + 1) c of `all_reduce` on rank r, bit for bit; rows beyond P are zero.
 
@@ -263,7 +267,7 @@ def reduce_scatter(
     if how.granule_rows:
         return own_rows(all_reduce(partial, how, axis), axis)
     how.check(n)
-    chunks = cut(partial, n)
+    chunks = split_chunks(partial, n)
     if how.algorithm == "sum":
         return jax.lax.psum_scatter(chunks, axis)
     if how.algorithm == "two_shot":
@@ -274,43 +278,54 @@ def reduce_scatter(
 
 
 def _two_shot(chunks: Float[Array, "n c X"], axis: Axis) -> Float[Array, "c X"]:
-    """Chunk r, complete, on rank r: each rank's part of it arrives at once."""
+    """The sum of chunk r on rank r: each rank's part of it arrives at once."""
     return add_in_order(jax.lax.all_to_all(chunks, axis, 0, 0))
 
 
 def _ring_fp32(chunks: Float[Array, "n c X"], axis: Axis) -> Float[Array, "c X"]:
-    """Chunk r, complete, on rank r: each rank's part of it travels the ring, not summed.
+    """The sum of chunk r on rank r: each rank's part of it travels round the ring, not summed.
 
-    A hop passes on what is not home yet: n (n - 1) / 2 parts together, where two_shot sends n - 1.
+    A hop passes on the parts that have not arrived: n (n - 1) / 2 together, where two_shot sends
+    n - 1.
     """
     n = ranks(axis)
-    travelling = chunks[(rank(axis) + jnp.arange(n, dtype=jnp.int32)) % n]  # by ranks to go
-    arrived = [travelling[0]]
+    # Order this rank's parts by the hops that each has to go; the first has arrived.
+    by_hops_to_go = chunks[(rank(axis) + jnp.arange(n, dtype=jnp.int32)) % n]
+    arrived = [by_hops_to_go[0]]
+    # Hop: pass the others on; the first of those that come in has arrived.
     for _ in range(n - 1):
-        travelling = to_next(travelling[1:], axis)
-        arrived.append(travelling[0])
+        by_hops_to_go = to_next(by_hops_to_go[1:], axis)
+        arrived.append(by_hops_to_go[0])
+    # Add in the order of ranks, which is that of two_shot.
     return add_in_order(_by_source(arrived, axis))
 
 
 def _ring(chunks: Float[Array, "n c X"], fp32_hops: int, axis: Axis) -> Float[Array, "c X"]:
-    """Chunk r + 1, complete, on rank r: chunk i starts on rank i, and each next rank adds its own.
+    """The sum of chunk r + 1 on rank r: chunk i starts on rank i, and each next rank adds its part.
 
     The order i, i + 1, ..., i - 1 differs from chunk to chunk, and so do the bits of equal rows.
     """
-    n, me = ranks(axis), rank(axis)
-    total = chunks[me]
-    for k in range(n - 1):
-        total = widen(to_next(total, axis)) + widen(chunks[(me - k - 1) % n])
-        if not n - 2 - fp32_hops <= k < n - 2:
-            total = round_to(total, chunks.dtype)
-    return total
+    n = ranks(axis)
+    me = rank(axis)
+    # Start with this rank's part of the chunk of its number.
+    partial_sum = chunks[me]
+    for hop in range(n - 1):
+        # Copy: the sum of the chunk that started hop + 1 ranks before comes in.
+        incoming = to_next(partial_sum, axis)
+        # Add this rank's part of that chunk, in at least float32.
+        partial_sum = widen(incoming) + widen(chunks[(me - hop - 1) % n])
+        # Round, but for the `fp32_hops` additions before the last, whose sums travel wide.
+        if not n - 2 - fp32_hops <= hop < n - 2:
+            partial_sum = round_to(partial_sum, chunks.dtype)
+    return partial_sum
 
 
-def _ring_around(
+def _ring_all_reduce(
     chunks: Float[Array, "n c X"], fp32_hops: int, axis: Axis
 ) -> Float[Array, "n c X"]:
-    """All chunks, complete, on every rank: the sums of `_ring`, then copies."""
-    return jnp.roll(circulate(_ring(chunks, fp32_hops, axis), axis), 1, 0)
+    """The sums of all chunks on every rank: those of `_ring`, then copies round the ring."""
+    by_rank = ring_gather(_ring(chunks, fp32_hops, axis), axis)
+    return jnp.roll(by_rank, 1, 0)  # rank r summed chunk r + 1
 
 
 def _by_pieces(run: Callable[[Array], Array], chunks: Array, how: Reduction) -> Array:
@@ -333,40 +348,42 @@ def round_to(wide: Float[Array, "..."], dtype: DTypeLike) -> Float[Array, "..."]
     A cast alone is no rounding: XLA may drop a pair of casts to bfloat16 and back. Subnormal
     numbers of float16 become zero; bfloat16 has the exponents of float32.
     """
-    kept = jnp.finfo(dtype)
-    return jax.lax.reduce_precision(wide, kept.nexp, kept.nmant).astype(dtype)
+    target = jnp.finfo(dtype)
+    return jax.lax.reduce_precision(wide, target.nexp, target.nmant).astype(dtype)
 
 
 def to_next(x: Shaped[Array, "..."], axis: Axis) -> Shaped[Array, "..."]:
-    """x of the rank before, verbatim."""
+    """x of the rank before, bit for bit: one hop of a ring."""
     n = ranks(axis)
     return jax.lax.ppermute(x, axis, [(i, (i + 1) % n) for i in range(n)])
 
 
-def circulate(block: Shaped[Array, "*dims"], axis: Axis) -> Shaped[Array, "n *dims"]:
+def ring_gather(block: Shaped[Array, "*dims"], axis: Axis) -> Shaped[Array, "n *dims"]:
     """Every rank's block, in rank order, by n - 1 copies round the ring."""
-    arrived = [block]
+    arrived = [block]  # by the hops that each has come
     for _ in range(ranks(axis) - 1):
         arrived.append(to_next(arrived[-1], axis))
     return _by_source(arrived, axis)
 
 
 def _by_source(arrived: list[Array], axis: Axis) -> Array:
-    """What came from k ranks before at index k -> what came from rank i at index i."""
+    """Blocks by the hops that each has come -> blocks by the rank that each came from."""
     n = ranks(axis)
     return jnp.stack(arrived)[(rank(axis) - jnp.arange(n, dtype=jnp.int32)) % n]
 
 
-def cut(x: Shaped[Array, "P X"], n: int, granule_rows: int = 0) -> Shaped[Array, "n c X"]:
-    """n chunks of equal size: contiguous rows, or granules dealt in turn; completed with zeros."""
+def split_chunks(x: Shaped[Array, "P X"], n: int, granule_rows: int = 0) -> Shaped[Array, "n c X"]:
+    """n chunks of equal size: contiguous rows, or granules dealt in turn; zero-padded."""
     P, X = x.shape
     block, deals = deals_of(P, n, granule_rows)
-    whole = jnp.pad(x, ((0, deals * n * block - P), (0, 0)))
-    return whole.reshape(deals, n, block, X).swapaxes(0, 1).reshape(n, deals * block, X)
+    padded = jnp.pad(x, ((0, deals * n * block - P), (0, 0)))
+    return padded.reshape(deals, n, block, X).swapaxes(0, 1).reshape(n, deals * block, X)
 
 
-def join(chunks: Shaped[Array, "n c X"], rows: int, granule_rows: int = 0) -> Shaped[Array, "P X"]:
-    """`cut` undone: the first `rows` rows."""
+def join_chunks(
+    chunks: Shaped[Array, "n c X"], rows: int, granule_rows: int = 0
+) -> Shaped[Array, "P X"]:
+    """Inverse of `split_chunks`: the first `rows` rows."""
     n, _, X = chunks.shape
     block, deals = deals_of(rows, n, granule_rows)
     return chunks.reshape(n, deals, block, X).swapaxes(0, 1).reshape(-1, X)[:rows]

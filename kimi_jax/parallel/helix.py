@@ -1,7 +1,8 @@
-"""Keys cut over ranks, block by block: where each position lives, and how partial attention over
-the parts becomes whole.
+"""A KV cache that is split over ranks, block by block: where each position lives, and how partial
+attention over the shards is merged.
 
-Whole keys are the case of one rank. Positions are global: a prompt's and those that follow alike.
+A cache that is not split is the case of one rank. Positions are global: a prompt's and those that
+follow alike.
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ from .collectives import of_bits, to_bits, to_head_owners
 class Stripes:
     """Block b of `block` positions lives on rank b mod `ranks`, behind that rank's earlier blocks.
 
-    The one set of closed forms, for numbers and arrays of positions, slots and ranks alike.
+    Closed forms, for numbers and arrays of positions, slots and ranks alike.
     """
 
     block: int = 64
@@ -38,7 +39,7 @@ class Stripes:
         return position // (self.block * self.ranks) * self.block + position % self.block
 
     def position(self, slot: Any, rank: Any) -> Any:
-        """The position in a rank's slot: `slot` undone."""
+        """The position in a rank's slot: inverse of `slot`."""
         if self.ranks == 1:
             return slot
         block = slot // self.block * self.ranks + rank
@@ -48,12 +49,13 @@ class Stripes:
         """How many of the first `total` positions a rank holds."""
         if self.ranks == 1:
             return total
-        laps, rest = total // (self.block * self.ranks), total % (self.block * self.ranks)
+        lap = self.block * self.ranks
+        rest = total % lap
         clip = jnp.clip if isinstance(rest - rank, jax.Array) else np.clip
-        return laps * self.block + clip(rest - rank * self.block, 0, self.block)
+        return total // lap * self.block + clip(rest - rank * self.block, 0, self.block)
 
     def slots(self, positions: int) -> int:
-        """The slots that every rank needs for so many positions: as many as the first rank."""
+        """The slots that every rank needs for a number of positions: as many as the first rank."""
         return int(self.length(positions, 0))
 
     def window(self, size: int) -> int:
@@ -64,9 +66,9 @@ class Stripes:
         return int(np.max(self.length(begins + size, ranks) - self.length(begins, ranks)))
 
     def most(self, slots: int) -> int:
-        """The most positions that so many slots a rank hold: `slots` undone."""
-        whole, rest = divmod(slots, self.block)
-        return (whole * self.ranks * self.block + rest) if rest else slots * self.ranks
+        """The most positions that a number of slots a rank hold: inverse of `slots`."""
+        blocks, rest = divmod(slots, self.block)
+        return (blocks * self.ranks * self.block + rest) if rest else slots * self.ranks
 
 
 class Partial(NamedTuple):
@@ -80,7 +82,7 @@ class Partial(NamedTuple):
 
 
 def merge(parts: Partial) -> Float[Array, "B T H X"]:
-    """Attention over all keys out of partial attention over disjoint parts [n, B, T, H, ...],
+    """Attention over all keys out of partial attention over disjoint shards [n, B, T, H, ...],
     summed in rank order in at least float32 and rounded once. Rows without any key give 0.
 
     o = sum_i w_i o_i / sum_i w_i, w_i = mass_i exp(top_i - max top) (online softmax).
@@ -91,13 +93,14 @@ def merge(parts: Partial) -> Float[Array, "B T H X"]:
     return (rows.sum(0) / jnp.maximum(weights.sum(0), 1e-30)[..., None]).astype(parts.o.dtype)
 
 
-def exchange(part: Partial) -> Float[Array, "B T h X"]:
+def merge_over_ranks(part: Partial) -> Float[Array, "B T h X"]:
     """Every rank's partial attention of all heads -> attention over all keys of this rank's heads.
 
     One all-to-all over heads; its size does not depend on how many keys there are. What travels is
     rounded to the type of o, the statistics in at least float32 beside it.
     """
-    X, wide = part.o.shape[-1], at_least_float32(part.o.dtype)
+    X = part.o.shape[-1]
+    wide = at_least_float32(part.o.dtype)
     statistics = jnp.stack([part.top, part.mass], -1).astype(wide)
     arrived = to_head_owners(to_bits(part.o, statistics))
     o, statistics = of_bits(arrived, (X, part.o.dtype), (2, wide))

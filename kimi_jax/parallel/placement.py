@@ -48,27 +48,28 @@ Number = int | Any
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Which rows, keys, experts and sums a device holds or completes. Frozen and hashable; lists
-    become tuples.
+    """How the model is partitioned: activations, KV cache, experts, and how partial sums are
+    reduced. Frozen and hashable; lists become tuples. `PlacementError` names every option that is
+    wrong.
 
     `rows`: "full" keeps all rows of the residual stream on every model rank; "sliced" gives rank r
     of n the rows r c to (r + 1) c, c = ceil(rows / n): attention sees all of them (all-gather,
-    reduce-scatter), all else runs on own rows. Better for many rows; "auto" slices steps of at
+    reduce-scatter), all else runs on local rows. Better for many rows; "auto" slices steps of at
     least `sliced_from` rows a data rank (`kimi-jax bench --rows` measures it).
-    `keys`: "whole" caches every latent row and index key on every model rank; "helix" cuts them in
-    blocks of `helix_block` positions, dealt to the ranks in turn: 1/n of the memory. Every rank
-    then attends for all heads over its own keys, and `exchange` says what it sends of each head:
-    "latents", or "values", which is fewer bytes and more work.
-    `shared`: under "sliced" or "auto" rows, "whole" keeps the shared experts on every rank,
-    "sliced" cuts their width for one more gather and scatter; under "full" rows they are always
-    cut.
-    `experts`: "exchange" sends each row's latent to the ranks that own its experts; "local" runs
-    every rank's experts on all rows and closes with one all-reduce, better for few rows; "auto" is
-    local in steps of fewer than `local_below` rows a data rank (`kimi-jax bench --experts` measures
-    it; 0: never). `expert_axes`: experts over ("model",) or over ("data", "model") together.
-    `latent`: "sharded" cuts the latent projections and the router too. `pad`: of "heads",
-    "experts", "vocab", "dense" and "shared", those completed with zeros where they do not divide.
-    `prefill_reduce`: how prefill steps of at least `prefill_ring_rows` rows a data rank complete
+    `keys`: "whole" replicates the KV cache (latent rows and index keys) on every model rank;
+    "helix" shards it in blocks of `helix_block` positions, dealt to the ranks in turn: 1/n of the
+    memory. Every rank then attends for all heads over its local keys, and `exchange` says what it
+    sends of each head: "latents", or "values", which is fewer bytes and more work.
+    `shared`: under "sliced" or "auto" rows, "whole" replicates the shared experts on every rank,
+    "sliced" shards their width for one more gather and scatter; under "full" rows they are always
+    sharded.
+    `experts`: "exchange" sends each row's latent to the ranks that hold its experts; "local" runs
+    every rank's experts on all rows and all-reduces once, better for few rows; "auto" is local in
+    steps of fewer than `local_below` rows a data rank (`kimi-jax bench --experts` measures it; 0:
+    never). `expert_axes`: experts over ("model",) or over ("data", "model") together.
+    `latent`: "sharded" shards the latent projections and the router too. `pad`: of "heads",
+    "experts", "vocab", "dense" and "shared", those that are zero-padded where they do not divide.
+    `prefill_reduce`: how prefill steps of at least `prefill_ring_rows` rows a data rank reduce
     their partial sums (0: as all others, by the backend's sum); smaller ones then take "two_shot".
     A number above the chunk of `load` does nothing, which a warning says.
     The `ring_` options are those of `reductions.Reduction`, for "ring_bf16".
@@ -187,11 +188,11 @@ class Placement:
         )
 
     def runs_local_experts(self, rows: int) -> bool:
-        """Whether a step of so many rows a data rank runs local experts."""
+        """Whether a step of `rows` rows a data rank runs local experts."""
         return self.experts == "local" or (self.experts == "auto" and rows < self.local_below)
 
     def slices_rows(self, rows: int) -> bool:
-        """Whether a step of so many rows a data rank slices them over the model ranks."""
+        """Whether a step of `rows` rows a data rank slices them over the model ranks."""
         return self.rows == "sliced" or (self.rows == "auto" and rows >= self.sliced_from)
 
     def row_axes_of_experts(self, is_sliced: bool) -> tuple[str, ...]:
@@ -200,7 +201,7 @@ class Placement:
         return tuple(axis for axis in self.expert_axes if axis in row_axes)
 
     def stripes(self, sizes: Sizes) -> Stripes:
-        """Where cached keys live."""
+        """Where the positions of the KV cache live."""
         return Stripes(self.helix_block, sizes[MODEL]) if self.keys == "helix" else Stripes()
 
     def within(self, chunk: int) -> "Placement":
@@ -212,7 +213,7 @@ class Placement:
         return self if same else dataclasses.replace(self, prefill_ring_rows=acts)
 
     def reduction(self, step: str, rows: int, sizes: Sizes) -> Reduction:
-        """How a step of so many rows a data rank completes its partial sums; `reductions.choose`
+        """How a step of `rows` rows a data rank reduces its partial sums; `reductions.choose`
         says when.
         """
         threshold = self.prefill_ring_rows

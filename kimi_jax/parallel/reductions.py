@@ -6,10 +6,10 @@
     ring_bf16  the fewest bytes, 2 (n - 1) / n of the tensor, and one rounding after each addition
 
 This module says which one a step takes, what it costs, and defines each in numpy; those that run
-are `collectives.all_reduce` and `reduce_scatter`. Partials [P, X] may have any float dtype: sums
-are made in at least float32 and rounded to it. n ranks cut the rows in n chunks of c = ceil(P / n),
-completed with zero rows that are trimmed again. Each has a scatter half, in which rank r keeps rows
-r c to (r + 1) c. XLA on CPU takes subnormal numbers for zero when it adds.
+are `collectives.all_reduce` and `reduce_scatter`. Partials [P, X] may have any float dtype: they
+are added in at least float32, and sums rounded to it. n ranks split the rows into n chunks of c =
+ceil(P / n), zero-padded. Each has a scatter half, after which rank r holds rows r c to (r + 1) c.
+XLA on CPU takes subnormal numbers for zero when it adds.
 """
 
 import dataclasses
@@ -19,14 +19,14 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterable
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
-from ..numerics import at_least_float32
+from ..errors import shown
+from ..numerics import at_least_float32, is_whole
 
 ALGORITHMS = ("sum", "two_shot", "ring_fp32", "ring_bf16")
 STEPS = ("prefill", "decode", "verify")
@@ -34,13 +34,13 @@ STEPS = ("prefill", "decode", "verify")
 
 @dataclasses.dataclass(frozen=True)
 class Reduction:
-    """How partial sums become one. The options are for ring_bf16.
+    """How partial sums are reduced. The options are for ring_bf16.
 
-    `pieces` cuts each chunk, so that the copy of one piece can overlap the addition of another; it
-    never changes bits. `fp32_hops` additions before the last one are not rounded and travel in
+    `pieces` splits each chunk, so that the copy of one piece can overlap the addition of another,
+    and never changes bits. `fp32_hops` additions before the last one are not rounded and travel in
     float32, which leaves n - 1 - fp32_hops roundings. `granule_rows` g deals granules of g rows to
     the chunks in turn (granule b to chunk b mod n): the order of additions then depends only on the
-    row modulo n g, so that parts of a batch cut there give the bits of the whole. 0: chunks are
+    row modulo n g, so that parts of a batch split there give the bits of the batch. 0: chunks are
     contiguous, and they do not.
     """
 
@@ -57,8 +57,8 @@ class Reduction:
             )
         for name, low in {"pieces": 1, "fp32_hops": 0, "granule_rows": 0}.items():
             value = getattr(self, name)
-            if not _is_whole(value, low):
-                problems.append(f"{name} must be a whole number >= {low}, got {value!r}")
+            if not is_whole(value, low):
+                problems.append(f"{name} must be a whole number >= {low}, got {shown(value)}")
             elif value != low and self.algorithm != "ring_bf16":
                 problems.append(f"{name} is for ring_bf16, the algorithm is {self.algorithm!r}")
         if problems:
@@ -66,17 +66,13 @@ class Reduction:
 
     @property
     def is_ring(self) -> bool:
-        """Whether only neighbours talk."""
+        """Whether ranks send to their neighbours only."""
         return self.algorithm in ("ring_fp32", "ring_bf16")
 
     def check(self, n: int) -> None:
         """ValueError where n > 1 ranks have fewer additions before the last one than fp32_hops."""
         if n > 1 and self.fp32_hops > n - 2:
             raise ValueError(f"fp32_hops must lie in 0..{n - 2} at {n} ranks, got {self.fp32_hops}")
-
-
-def _is_whole(value: Any, low: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= low
 
 
 SUM = Reduction()
@@ -100,18 +96,18 @@ def choose(
     n: int,
     demanded: bool = False,
 ) -> Reduction:
-    """What a compiled step of `capacity` rows reduces with, at n ranks of whatever number.
+    """What a compiled step of `capacity` rows reduces with, at n >= 1 ranks.
 
     Prefill steps from `threshold` rows on use `how` and smaller ones two_shot; decode and verify
     steps use the plain sum, always. A threshold of 0 is off: the plain sum everywhere, and programs
     as if there were no choice. One above `chunk`, the most rows of a prefill step, is off as well,
-    with a warning. `demanded` asks for `how` whatever the sizes. ValueError for a threshold that is
-    no whole number >= 0, fp32_hops that n ranks do not have, a ring demanded outside prefill.
+    with a warning. `demanded` asks for `how` at any size. ValueError for a threshold that is not a
+    whole number >= 0, fp32_hops that n ranks do not have, a ring demanded outside prefill.
     """
     if step not in STEPS:
         raise ValueError(f"step must be one of {', '.join(STEPS)}, got {step!r}")
-    if not _is_whole(threshold, 0):
-        raise ValueError(f"threshold must be a whole number >= 0 (0: off), got {threshold!r}")
+    if not is_whole(threshold, 0):
+        raise ValueError(f"threshold must be a whole number >= 0 (0: off), got {shown(threshold)}")
     how.check(n)
     if demanded and how.is_ring and step != "prefill":
         raise ValueError(f"{how.algorithm} is for prefill, not for a {step} step")
@@ -147,7 +143,7 @@ class Traffic:
 
     sent: int = 0  # bytes
     steps: int = 0  # communication operations, one after the other
-    scratch: int = 0  # bytes that messages land in, each its own, the result not counted
+    scratch: int = 0  # bytes of the buffers that messages land in, the result not counted
 
     def __add__(self, other: "Traffic") -> "Traffic":
         return Traffic(
@@ -160,14 +156,14 @@ def traffic(
 ) -> Traffic:
     """The cost of `reduce`, or of `reduce_scatter`, on a partial [rows, width] at n ranks.
 
-    Of `sum`, the least bytes: what the backend sends is its own affair.
+    Of `sum`, the least bytes: what the backend sends is not known.
     """
     if n == 1:
         return Traffic()
     how.check(n)
     block, deals = deals_of(rows, n, how.granule_rows)
     size = jnp.dtype(dtype).itemsize
-    part = block * deals * width * size
+    part = block * deals * width * size  # bytes of a chunk
     if how.algorithm == "sum" and not scatter:
         return Traffic(2 * (n - 1) * -(-rows * width * size // n), 1)
     first = _scatter_traffic(how, n, part, jnp.dtype(dtype))
@@ -212,7 +208,7 @@ def copy_engine_flags() -> str:
     return _COPY_ENGINE
 
 
-# The definitions in numpy: all ranks at once, row by row, nothing cut or completed.
+# The definitions in numpy: all ranks at once, row by row, nothing split or padded.
 
 
 def emulate(partials: Float[np.ndarray, "n P X"], how: Reduction) -> Float[np.ndarray, "P X"]:
@@ -240,15 +236,17 @@ def emulate_exact(partials: Float[np.ndarray, "n P X"]) -> Float[np.ndarray, "P 
 def emulate_ring(
     partials: Float[np.ndarray, "n P X"], fp32_hops: int = 0, granule_rows: int = 0
 ) -> Float[np.ndarray, "P X"]:
-    """Chunk i in the order i, i + 1, ..., i - 1. Rounded are the last sum and all others but the
-    `fp32_hops` before it.
+    """Chunk i summed in the order i, i + 1, ..., i - 1. The last sum is rounded, and all others but
+    the `fp32_hops` before it.
     """
     n, P, _ = partials.shape
     wide = at_least_float32(partials.dtype)
+    # Deal: which chunk each row belongs to.
     chunk_of_row = np.arange(P) // (granule_rows or -(-P // n)) % n
     result = np.empty_like(partials[0])
     for i in range(n):
         rows = chunk_of_row == i
+        # Start on rank i, then add the part of each next rank.
         total = partials[i, rows]
         for added in range(1, n):
             total = total.astype(wide) + partials[(i + added) % n, rows].astype(wide)

@@ -380,11 +380,12 @@ def test_messages_and_counts(monkeypatch, mesh, axes, dtype):
     ids[1] = [9, 11, 10]  # all rows of a rank to one other
     ids[2] = -1  # a rank without rows
     sent, seen = [], []
-    exchange, gather_counts = collectives.exchange, collectives.gather_counts
+    all_to_all_blocks = collectives.all_to_all_blocks
+    gather_counts = collectives.gather_counts
 
-    def spy_exchange(blocks, counts, axis):
+    def spy_blocks(blocks, counts, axis):
         sent.append((blocks, counts))
-        return exchange(blocks, counts, axis)
+        return all_to_all_blocks(blocks, counts, axis)
 
     def spy_counts(wanted, axis):
         seen.append(gather_counts(wanted, axis))
@@ -395,7 +396,7 @@ def test_messages_and_counts(monkeypatch, mesh, axes, dtype):
         (there, counts), (back, transposed) = sent
         return there, back, counts, transposed, seen[0]
 
-    monkeypatch.setattr(collectives, "exchange", spy_exchange)
+    monkeypatch.setattr(collectives, "all_to_all_blocks", spy_blocks)
     monkeypatch.setattr(collectives, "gather_counts", spy_counts)
     config, place = small_config(experts=12), placed("ragged", axes)[0]
     names = Implementations(moe="dense", transport="ragged")

@@ -17,7 +17,7 @@ from oracles import quick_jit, small_config
 
 from kimi_jax.model.implementations import Implementations
 from kimi_jax.parallel import collectives
-from kimi_jax.parallel.collectives import Layout
+from kimi_jax.parallel.collectives import RaggedOffsets
 from kimi_jax.parallel.mesh import DATA, MODEL, make_mesh
 from kimi_jax.runtime.program import make_program
 
@@ -198,7 +198,7 @@ def begins_of(sizes):
     return np.array([sum(sizes[:k]) for k in range(len(sizes))], np.int32)
 
 
-run_layout = quick_jit(lambda counts: jax.vmap(collectives.layout, (None, 0))(
+run_offsets = quick_jit(lambda counts: jax.vmap(collectives.ragged_offsets, (None, 0))(
     counts, jnp.arange(len(counts), dtype=jnp.int32)
 ))  # fmt: skip
 
@@ -206,34 +206,34 @@ run_layout = quick_jit(lambda counts: jax.vmap(collectives.layout, (None, 0))(
 @one_of("n", [1, 2, 3, 4, 8])
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_layout_equals_brute_force(n, data):
+def test_ragged_offsets_equal_brute_force(n, data):
     """A list of (source, destination, row) in the order of each buffer says where all begins."""
     counts = data.draw(counts_matrices(n, 5))
-    every = run_layout(counts)
+    every = run_offsets(counts)
     assert all(field.dtype == np.int32 for field in every)
     for me in range(n):
         sent = [(me, j, k) for j in range(n) for k in range(counts[me, j])]
         received = [(i, me, k) for i in range(n) for k in range(counts[i, me])]
-        at = Layout(*(field[me] for field in every))
-        assert at.sent.sum() == len(sent) == counts[me].sum()
-        assert at.received.sum() == len(received) == counts[:, me].sum()
+        at = RaggedOffsets(*(field[me] for field in every))
+        assert at.send_sizes.sum() == len(sent) == counts[me].sum()
+        assert at.recv_sizes.sum() == len(received) == counts[:, me].sum()
         for j in range(n):
-            assert sent[at.send[j] : at.send[j] + at.sent[j]] == [
+            assert sent[at.send_offsets[j] : at.send_offsets[j] + at.send_sizes[j]] == [
                 (me, j, k) for k in range(counts[me, j])
             ]
-            assert received[at.receive[j] : at.receive[j] + at.received[j]] == [
+            assert received[at.recv_offsets[j] : at.recv_offsets[j] + at.recv_sizes[j]] == [
                 (j, me, k) for k in range(counts[j, me])
             ]
-            there = [(i, k) for i in range(n) for k in range(counts[i, j])]
-            landed = there[at.landing[j] : at.landing[j] + counts[me, j]]
+            buffer_of_j = [(i, k) for i in range(n) for k in range(counts[i, j])]
+            landed = buffer_of_j[at.landing_offsets[j] : at.landing_offsets[j] + counts[me, j]]
             assert landed == [(me, k) for k in range(counts[me, j])]
-            assert at.landing[j] == every.receive[j, me]
+            assert at.landing_offsets[j] == every.recv_offsets[j, me]
 
 
 @one_of("n", [1, 3, 8])
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_unpack_undoes_pack(n, data):
+def test_blocks_come_back_from_a_buffer_without_gaps(n, data):
     c, X = 4, 2
     sizes = data.draw(counts_matrices(n, c))[0]
     blocks = np.random.default_rng(0).normal(size=(n, c, X))
@@ -247,12 +247,12 @@ def test_unpack_undoes_pack(n, data):
 
 @quick_jit
 def run_pack(blocks, begins, sizes):
-    """Packed; unpacked; unpacked out of a buffer that is full of NaN where nothing was put."""
-    packed = collectives.pack(blocks, begins, sizes)
+    """The buffer; its blocks; those of a buffer that is full of NaN where nothing was put."""
+    packed = collectives.to_buffer(blocks, begins, sizes)
     beyond = jnp.arange(len(packed)) >= sizes.sum()
     dirty = jnp.where(beyond[:, None], jnp.nan, packed)
     return tuple(
-        [packed, *(collectives.unpack(buffer, begins, sizes) for buffer in (packed, dirty))]
+        [packed, *(collectives.to_blocks(buffer, begins, sizes) for buffer in (packed, dirty))]
     )
 
 
@@ -325,13 +325,13 @@ def run_exchange(data, model, axis):
     """
 
     def both_ways(blocks, dirty, counts):
-        padded = collectives.exchange(blocks, None, axis)
-        ragged = collectives.exchange(dirty, counts, axis)
+        padded = collectives.all_to_all_blocks(blocks, None, axis)
+        ragged = collectives.all_to_all_blocks(dirty, counts, axis)
         return dict(
             padded=padded,
             ragged=ragged,
-            padded_back=collectives.exchange(padded, None, axis),
-            ragged_back=collectives.exchange(ragged, counts.T, axis),
+            padded_back=collectives.all_to_all_blocks(padded, None, axis),
+            ragged_back=collectives.all_to_all_blocks(ragged, counts.T, axis),
             counts=collectives.gather_counts(counts[collectives.rank(axis)], axis),
         )
 
@@ -399,7 +399,7 @@ def test_the_real_ragged_exchange_is_accepted_for_gpus(data, model, axis, dtype)
     n = groups(data, model, axis).shape[1]
 
     def there(blocks, counts):
-        return collectives.exchange(blocks, counts, axis)
+        return collectives.all_to_all_blocks(blocks, counts, axis)
 
     shapes = [jax.ShapeDtypeStruct(s, d) for s, d in [
         ((8, n, C, X), dtype), ((8, n, n), jnp.int32)

@@ -129,7 +129,7 @@ def over_ranks(n, block):
         new = jnp.take_along_axis(rows, jnp.minimum(step.positions, SLOTS - 1)[..., None], 1)
         cache = write_rows(cache, new, step)
         part = attend_rows(q, cache, step.positions, step, C, SCALE, held)
-        return helix.exchange(part) if n > 1 else part.o
+        return helix.merge_over_ranks(part) if n > 1 else part.o
 
     def run(q, rows, start, lengths):
         everywhere = [np.broadcast_to(x, (n, *x.shape)) for x in (q, rows, start, lengths)]

@@ -44,9 +44,9 @@ def test_the_ragged_exchange_equals_the_padded_one(gpus, axis, dtype):
     assert len(group) == gpus
 
     def both_ways(blocks, dirty, counts):
-        padded = collectives.exchange(blocks, None, axis)
-        ragged = collectives.exchange(dirty, counts, axis)
-        return padded, ragged, collectives.exchange(ragged, counts.T, axis)
+        padded = collectives.all_to_all_blocks(blocks, None, axis)
+        ragged = collectives.all_to_all_blocks(dirty, counts, axis)
+        return padded, ragged, collectives.all_to_all_blocks(ragged, counts.T, axis)
 
     run = jax.jit(per_device(both_ways, data, model))
     rng, dtype = np.random.default_rng(0), jnp.dtype(dtype)
