@@ -39,15 +39,15 @@ def verdict(plan: Plan, memory: float | Any, reserve: float | Any = RESERVE) -> 
 
 
 def device_memory(mesh: Mesh) -> int | None:
-    """Bytes that one device of a real mesh may use: the least of what this process' devices report.
+    """Bytes that one device of a real mesh may use: the minimum over this process' devices.
 
-    Devices of a CPU share its physical memory in equal parts. None where nothing is known.
+    Devices of a CPU share its physical memory in equal parts. None where no device reports any.
     """
     devices = mesh.local_devices
     limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
-    known = [limit for limit in limits if limit]
-    if known:
-        return min(known)
+    reported = [limit for limit in limits if limit]
+    if reported:
+        return min(reported)
     if not devices or devices[0].platform != "cpu":
         return None
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(devices)
@@ -55,7 +55,7 @@ def device_memory(mesh: Mesh) -> int | None:
 
 def refuse_what_exceeds(plan: Plan, memory: int | float | None) -> None:
     """Raise `PlacementError`, with the plan and what would fit, where the plan alone exceeds a
-    device's bytes. Unknown memory refuses nothing, and no reserve is counted.
+    device's bytes. With `memory` None nothing is refused; no reserve is counted.
     """
     if memory is not None and not plan.fits(memory, reserve=0):
         raise PlacementError(f"{verdict(plan, memory, reserve=0)}\n\n{plan}")
@@ -110,7 +110,7 @@ def _ways(plan: Plan, memory: int, reserve: int) -> Iterator[str]:
 
 
 def _smallest_mesh(plan: Plan, memory: int, reserve: int) -> Plan | None:
-    """The plan on the smallest mesh that holds it, of equals the one with the fewest data ranks."""
+    """The plan on the smallest mesh that holds it; of equal sizes, the smallest `data` axis."""
     all_bytes = dataclasses.replace(plan, data=1, model=1).total_bytes
     room = memory - reserve
     for count in range(1, MOST_DEVICES + 1):
@@ -124,7 +124,7 @@ def _smallest_mesh(plan: Plan, memory: int, reserve: int) -> Plan | None:
 
 
 def _changed(plan: Plan, **changes: int | Placement) -> Plan | None:
-    """The plan with changes, None where they do not fit together."""
+    """The plan with changes; None where the changed plan is not valid."""
     try:
         return dataclasses.replace(plan, **changes)
     except PlacementError:

@@ -60,14 +60,14 @@ class Plan:
 
     Temporaries are not counted: intermediate values of a step, about 2 GB at full size. Prints as a
     table. `dataclasses.replace` makes another plan, with another batch say. Raises one
-    `PlacementError` for numbers that cannot be, and what `Placement.check` raises.
+    `PlacementError` for numbers out of range, and what `Placement.check` raises.
     """
 
     config: Config
     placement: Placement
     data: int  # ranks of the mesh axis "data"
     model: int  # ranks of the mesh axis "model"
-    batch: int  # requests on the whole mesh
+    batch: int  # requests on the full mesh, all data ranks together
     context: int  # slots of each request, prompt and reply together
     dtype: str
     packed: bool  # experts in MXFP4
@@ -87,7 +87,7 @@ class Plan:
 
     @property
     def rows(self) -> int:
-        """Requests of one data rank; the batch is padded so that each has as many."""
+        """Requests of one data rank; the batch is padded to a multiple of the data ranks."""
         return -(-self.batch // self.data)
 
     @functools.cached_property
@@ -199,7 +199,7 @@ def plan(
 
     Needs no device and allocates nothing. `batch` requests of `context` tokens each (default 4096,
     or the model's limit where that is less); `packed`: experts in MXFP4 (default: as the config
-    says). Raises one `PlacementError` with everything that cannot be, or what `Placement.check`
+    says). Raises one `PlacementError` with every invalid argument, or what `Placement.check`
     raises.
     """
     config = config if isinstance(config, Config) else Config.from_hf(config)
@@ -223,14 +223,14 @@ def plan(
 
 
 def byte_count(name: str, value: Any) -> int:
-    """A number of bytes that somebody gave. Raises `PlacementError` for anything else."""
+    """An argument that is a number of bytes. Raises `PlacementError` for anything else."""
     if not is_number(value) or not 0 <= value <= _MOST_BYTES:
         raise PlacementError(f"{name} must be a number of bytes, got {shown(value)}")
     return int(value)
 
 
 def size_text(count: int) -> str:
-    """Four figures, or whole GB from 1000 on, and a unit in powers of 1000."""
+    """Four significant digits, or GB without decimals from 1000 on; units are powers of 1000."""
     power = min(3, int(math.log10(max(1, count))) // 3)
     value = count / 1000**power
     return f"{value:,.0f} {_UNITS[power]}" if value >= 1000 else f"{value:.4g} {_UNITS[power]}"
@@ -242,7 +242,7 @@ def size_text(count: int) -> str:
 def _checked(
     check: Callable[[Any], Checked], value: Any, default: Checked, problems: list[str]
 ) -> Checked:
-    """What a check returns; where it refuses, a default, and the problem in the list."""
+    """What a check returns; where it raises, `default`, and the error is added to `problems`."""
     try:
         return check(value)
     except PlacementError as error:
@@ -263,7 +263,7 @@ def _dtype_name(dtype: Any) -> str:
 def _argument_problems(
     *, config: Config, dtype: str, packed: Any, placement: Placement, **counts: Any
 ) -> list[str]:
-    """Everything about a plan's numbers that cannot be; whether they divide is not looked at."""
+    """Every invalid number of a plan; divisibility is checked elsewhere."""
     problems = [
         f"{name} must be a positive whole number, got {shown(count)}"
         for name, count in counts.items()
@@ -292,8 +292,8 @@ def _argument_problems(
 
 @functools.lru_cache(maxsize=32)
 def _declared(config: Config, dtype: str, quantization: Quantization) -> Counter[Declared]:
-    """The number of weights of each form, layers of a kind taken together: in any order a model
-    holds the same bytes. Shared: not to be changed.
+    """How many weights there are of each shape, type and sharding. Layers are grouped by kind, as
+    their order does not change the bytes. Cached: callers must not change it.
     """
     weights = declare(Kimi(config, dtype, kind_spans(config), quantization=quantization))
     return Counter(dataclasses.replace(w, path=(), names=()) for w in weights)
@@ -303,7 +303,7 @@ def _declared(config: Config, dtype: str, quantization: Quantization) -> Counter
 def _weight_bytes(
     config: Config, place: Placement, data: int, model: int, dtype: str, quantization: Quantization
 ) -> dict[str, int]:
-    """Bytes of weights on one device, by term. Shared: not to be changed."""
+    """Bytes of weights on one device, by term. Cached: callers must not change it."""
     sizes = {DATA: data, MODEL: model}
     terms = dict.fromkeys(WEIGHT_TERMS, 0)
     for w, count in _declared(config, dtype, quantization).items():
@@ -318,7 +318,7 @@ def _request_bytes(
     config: Config, place: Placement, data: int, model: int, dtype: str
 ) -> dict[str, tuple[int, int]]:
     """Bytes of the state of one request on one device, by term: without its slots, and of each
-    slot. Shared: not to be changed.
+    slot. Cached: callers must not change it.
     """
     sizes = {DATA: data, MODEL: model}
     H = place.padded(Role.HEADS, config.kda_heads, sizes)
@@ -340,7 +340,7 @@ def _request_shapes(
 ) -> tuple[tuple[str, jax.ShapeDtypeStruct], ...]:
     """Every array of the state of one request with one slot and `heads` KDA heads, by its name."""
     stacks = kind_spans(config)
-    with jax.enable_x64(True):  # float64 has a plan whatever the process runs in
+    with jax.enable_x64(True):  # also a float64 plan in a process without 64-bit types
         state = jax.eval_shape(lambda: new_state(config, dtype, stacks, 1, 1, heads, on_cpu=False))
     leaves = jax.tree_util.tree_leaves_with_path(state)
     return tuple((path[-1].name, array) for path, array in leaves)
@@ -374,7 +374,7 @@ def _row_notes(plan: Plan) -> Iterator[str]:
 
 
 def _sum_notes(plan: Plan) -> Iterator[str]:
-    """A line for the chosen reduction and for the one below its threshold, where one acts."""
+    """A line for the chosen reduction and for the one below its threshold, where they apply."""
     threshold = plan.placement.prefill_ring_rows
     if threshold > PREFILL_ROWS[-1]:
         yield (

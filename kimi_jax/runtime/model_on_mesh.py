@@ -1,5 +1,5 @@
 """A model on a mesh before any array exists: shapes and shardings of its weights and states, and
-how a per-device function becomes one of whole arrays.
+how a per-device function becomes one of global arrays.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ REPLICATED = PartitionSpec()
 
 @dataclasses.dataclass(frozen=True)
 class ModelOnMesh:
-    """One decoder's config, mesh, placement and types; hashable, so that programs are shared."""
+    """A decoder's config, mesh, placement and types; hashable, so that programs are shared."""
 
     config: Config
     mesh: Mesh
@@ -86,11 +86,13 @@ class ModelOnMesh:
         return self.place.stripes(self.sizes)
 
     def padded_rows(self, batch: int) -> int:
-        """Rows that a batch runs as: padded with inactive ones to a multiple of the data ranks."""
+        """The size of a batch padded with inactive rows to a multiple of the data ranks."""
         return -(-batch // self.sizes[DATA]) * self.sizes[DATA]
 
     def empty(self, B: int, S: int, ranks: int = 1) -> State:
-        """An empty state of B rows for S tokens each: of the mesh, or of one of its model ranks."""
+        """An empty state of B rows for S tokens each: global, or with `ranks` model ranks the shard
+        of one of them.
+        """
         n = self.stripes.ranks
         H = self.place.padded(Role.HEADS, self.config.kda_heads, self.sizes)
         slots = self.stripes.slots(S) * (n // ranks if n > 1 else 1)
@@ -109,21 +111,23 @@ class ModelOnMesh:
         )
 
     def other_states_than(self, other: "ModelOnMesh") -> list[str]:
-        """How states of this program differ from those of another, one line for each difference."""
+        """How states of this program differ from those of another, a line for each difference."""
         if self is other:
             return []
-        mine, theirs = self.place, other.place
+        state_place = self.place
+        model_place = other.place
         problems = differences(vars(self.config), vars(other.config))
         if self.dtype != other.dtype:
             problems.append(f"the state is {self.dtype}, the model {other.dtype}")
         moved = []
         if self.mesh != other.mesh:
             moved.append(f"lives on another mesh than this model: {sizes_text(self.sizes)}")
-        if mine.keys != theirs.keys:
-            moved.append(f"has {mine.keys} keys, the model {theirs.keys} keys")
+        if state_place.keys != model_place.keys:
+            moved.append(f"has {state_place.keys} keys, the model {model_place.keys} keys")
         elif self.stripes != other.stripes:
             moved.append(
-                f"has helix_block {mine.helix_block}, the model helix_block {theirs.helix_block}"
+                f"has helix_block {state_place.helix_block}, "
+                f"the model helix_block {model_place.helix_block}"
             )
         if self.stacks != other.stacks:
             moved.append(f"has layers grouped by scan={self.scan}, the model by {other.scan}")
@@ -131,13 +135,13 @@ class ModelOnMesh:
         return [*problems, *(f"the state {what}{hint}" for what in moved)]
 
     def refuse_what_exceeds(self, batch: int, context: int) -> None:
-        """Raise `PlacementError`, with the plan, where a device cannot hold the weights and such a
-        state.
+        """Raise `PlacementError`, with the plan, where a device cannot hold the weights and a state
+        of this batch and context.
         """
         refuse_what_exceeds(self.plan(batch, context), device_memory(self.mesh))
 
     def plan(self, batch: int, context: int) -> Plan:
-        """What each device holds with a state of such size."""
+        """The bytes that each device holds with a state of this batch and context."""
         return plan(
             self.config, self.mesh, self.place,
             batch=batch, context=context, dtype=self.dtype,
@@ -156,14 +160,14 @@ class ModelOnMesh:
         )
 
     def row_specs(self) -> Any:
-        """The mesh axes of a row that `take` copied: every data rank has it."""
+        """The mesh axes of a row that `copy_row` copied: replicated over data ranks."""
         return jax.tree.map(
             lambda spec: PartitionSpec(*(None if axis == DATA else axis for axis in spec)),
             self.state_specs(0),
         )
 
     def row_bytes(self, width: int) -> int:
-        """What a row that `take` copied with so many slots takes of each device."""
+        """Bytes on each device of a row that `copy_row` copied with `width` slots a rank."""
 
         def of(path: tuple, x: Any, spec: PartitionSpec) -> int:
             slots = width * self.stripes.ranks
@@ -176,9 +180,9 @@ class ModelOnMesh:
         return sum(jax.tree.leaves(jax.tree_util.tree_map_with_path(of, shapes, self.row_specs())))
 
     def shard(self, device_fn: Callable, inputs: Sequence[Any], outputs: Any) -> Callable:
-        """`device_fn`, written for one device, as a function of whole arrays on the mesh.
+        """`device_fn`, written for one device, as a function of global arrays on the mesh.
 
-        `inputs` and `outputs` (one, or a tuple of several) say how each argument and result is
+        `inputs` and `outputs` (a spec, or a tuple of specs) say how each argument and result is
         sharded. The slots of a state are part of its tree and so of its specs: these are made for
         the first state among the arguments.
         """
@@ -200,8 +204,8 @@ class ModelOnMesh:
     def compiled(
         self, device_fn: Callable, inputs: Sequence[Any], outputs: Any, *, donate: int | None = None
     ) -> Callable:
-        """`shard`, compiled: also for states as users hold them, of which the one among the results
-        belongs to the requests of the argument that is donated.
+        """`shard`, compiled, for states as users hold them: a state among the results has the batch
+        size of the donated argument.
         """
         jitted = jax.jit(self.shard(device_fn, inputs, outputs), donate_argnums=donate)
         call = within(self.mesh, jitted)
@@ -228,20 +232,21 @@ class ModelOnMesh:
         return self.row_specs() if kind is STATE_ROW else kind
 
 
-def differences(mine: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
-    """The sizes and switches of a state's model that another does not share, or does not know; the
-    ids of marks (begin, end, padding) do not count.
+def differences(state_config: dict[str, Any], model_config: dict[str, Any]) -> list[str]:
+    """A line for each config value of a state's model that differs in another model; special token
+    ids (begin, end, padding) are ignored.
     """
-    names = [name for name in {**theirs, **mine} if name not in ("bos", "eos", "pad")]
+    names = [n for n in {**model_config, **state_config} if n not in ("bos", "eos", "pad")]
+    values = [(name, state_config.get(name), model_config.get(name)) for name in names]
     return [
-        f"the state is of a model with {name} {mine.get(name)!r}, not {theirs.get(name)!r}"
-        for name in names
-        if mine.get(name) != theirs.get(name)
+        f"the state is of a model with {name} {state_value!r}, not {model_value!r}"
+        for name, state_value, model_value in values
+        if state_value != model_value
     ]
 
 
 def _argument(value: Any) -> Any:
-    """What a compiled function takes: states without their home, whole numbers as int32."""
+    """An argument of a compiled function: a state without its home, an int as int32."""
     if isinstance(value, State):
         return value.bare()
     return np.int32(value) if isinstance(value, int) else value

@@ -28,7 +28,7 @@ from .rows import Rows
 from .sampling import sample
 from .state_rows import row_of, slots_of, with_row, with_slots
 
-SCAN_FROM = 24  # layers from which a scan pays on CPU too: unrolled runs faster, compiles slower
+SCAN_FROM = 24  # layers from which CPUs scan too: unrolled layers run faster, compile slower
 
 
 class Program(ModelOnMesh):
@@ -43,7 +43,7 @@ class Program(ModelOnMesh):
         return logits, dataclasses.replace(following, batch=state.batch, home=self)
 
     def _shared_kind(self, kind: str, shape: tuple[int, int]) -> str:
-        """The kind of step whose program serves this one: one program where both reduce alike."""
+        """The kind of the compiled step to use: both kinds share one where they reduce alike."""
         rows = shape[0] // self.sizes[DATA] * shape[1]
         reductions = {self.place.reduction(name, rows, self.sizes) for name in (kind, "prefill")}
         return "prefill" if len(reductions) == 1 else kind
@@ -74,7 +74,7 @@ class Program(ModelOnMesh):
         return jax.jit(self.shard(device_fn, inputs, (BY_ROW, STATE)), donate_argnums=1)
 
     def merge(self, weights: dict[tuple, Array]) -> Kimi:
-        """The module with these arrays, local or whole, as its weights."""
+        """The module with these arrays, local or global, as its weights."""
         graph, params = nnx.split(self.declared)
         flat = {path: param.replace(weights[path]) for path, param in nnx.to_flat_state(params)}
         return nnx.merge(graph, nnx.from_flat_state(flat))
@@ -93,9 +93,9 @@ class Program(ModelOnMesh):
 
     @functools.cached_property
     def decode_steps(self) -> Callable:
-        """(weights, state, rows, n) -> what n decode steps sampled, [n of rows.steps_per_call, B]
-        each, and the state: every step samples each row's next token, and feeds it back where the
-        row goes on.
+        """Multi-step decode: (weights, state, rows, n) -> what n steps sampled, arrays
+        [rows.steps_per_call, B, ...] of which the first n are filled, and the state. Every step
+        samples each row's next token and feeds it back where the row is still active.
         """
 
         def device_fn(weights: dict, state: State, rows: Rows, n: Array) -> tuple[tuple, State]:
@@ -110,24 +110,24 @@ class Program(ModelOnMesh):
                 rows = rows.after(*latest[:2])
                 tokens = jnp.where(rows.active, latest[0], 0)[:, None]
                 lengths = rows.active.astype(jnp.int32)
-                told = self.step_info(state.length, lengths, 1, "decode")
-                _, state, _ = model(tokens, state, lengths, told)
+                info = self.step_info(state.length, lengths, 1, "decode")
+                _, state, _ = model(tokens, state, lengths, info)
                 return state, rows, sampled
 
             shapes = jax.eval_shape(lambda: sample(model.head_logits(state.hidden), rows))
-            room = rows.steps_per_call
-            sampled = jax.tree.map(lambda x: jnp.zeros((room, *x.shape), x.dtype), shapes)
+            max_steps = rows.steps_per_call
+            sampled = jax.tree.map(lambda x: jnp.zeros((max_steps, *x.shape), x.dtype), shapes)
             state, _, sampled = jax.lax.fori_loop(0, n, step, (state, rows, sampled))
             return sampled, state
 
         inputs = (WEIGHTS, STATE, BY_ROW, REPLICATED)
         return self.compiled(device_fn, inputs, (PartitionSpec(None, DATA), STATE), donate=1)
 
-    # Rows of states: moved from prefill rows to decode slots, kept and restored.
+    # Rows of states: moved from prefill rows to decode slots, copied and restored.
 
     @functools.cached_property
     def move_row(self) -> Callable:
-        """(state, row, other, slot) -> the other state with one row of the first one in a slot."""
+        """(state, row, other, slot) -> `other` with its row `slot` replaced by a row of `state`."""
 
         def device_fn(state: State, row: Array, other: State, slot: Array) -> State:
             def put(path: tuple, source: Array, target: Array) -> Array:
@@ -147,14 +147,14 @@ class Program(ModelOnMesh):
 
     @functools.cached_property
     def restore_row(self) -> Callable:
-        """(state, row, copy, first) -> the state with a row as it was when `copy_row` copied it, of
-        which the positions before `first` must be there already.
+        """(state, row, copy, first) -> the state with a row restored from a copy that `copy_row`
+        made at position `first`; the row's cache must hold the positions before `first` already.
         """
 
         def device_fn(state: State, row: Array, copy: State, first: Array) -> State:
-            me = self.key_rank()
-            begin = self.stripes.length(first, me)
-            end = self.stripes.length(copy.length[0], me)
+            key_rank = self.key_rank()
+            begin = self.stripes.length(first, key_rank)
+            end = self.stripes.length(copy.length[0], key_rank)
 
             def put(path: tuple, array: Array, new: Array) -> Array:
                 name = path[-1].name
@@ -169,13 +169,13 @@ class Program(ModelOnMesh):
         return self.compiled(device_fn, inputs, STATE, donate=0)
 
     def key_rank(self) -> int | Array:
-        """This device's number among those over which cached keys are striped; per device."""
+        """This device's rank among those over which cached keys are striped; called per device."""
         return 0 if self.stripes.ranks == 1 else rank(MODEL)
 
-    # Whole prompts, nothing kept.
+    # Full prompts, without a state that is kept.
 
     def logits(self, weights: dict, tokens: Array, lengths: Array) -> Array:
-        """Logits [B, T, Z] of whole prompts, nothing kept; not jitted, so that it can be
+        """Logits [B, T, Z] of full prompts; no state is kept. Not jitted, so that it can be
         differentiated.
         """
 
@@ -233,14 +233,15 @@ def _row_copier(program: Program, width: int) -> Callable:
 
 @functools.lru_cache(maxsize=128)
 def state_maker(program: Program, batch: int, max_length: int) -> Callable[[], State]:
-    """A compiled maker of empty states, kept: a request should not compile one anew."""
+    """A compiled function that makes an empty state; cached, so that requests share it."""
     specs = program.state_specs(max_length)
     shardings = jax.tree.map(lambda spec: NamedSharding(program.mesh, spec), specs)
-    made = jax.jit(lambda: program.empty(batch, max_length), out_shardings=shardings)
-    return within(program.mesh, made)
+    make_state = jax.jit(lambda: program.empty(batch, max_length), out_shardings=shardings)
+    return within(program.mesh, make_state)
 
 
-_shared_program = functools.lru_cache(maxsize=32)(Program)  # equal programs are one, compiled once
+# Equal arguments give the same program, compiled once.
+_shared_program = functools.lru_cache(maxsize=32)(Program)
 
 
 def default_dtype() -> str:

@@ -1,6 +1,4 @@
-"""Progress bars on long work: shown on a terminal, on standard error, once the work has lasted a
-second.
-"""
+"""Progress bars on standard error: shown on a terminal, once the work has lasted a second."""
 
 import shutil
 import sys
@@ -19,7 +17,7 @@ from rich.progress import Progress as Bar
 
 
 def terminal_size() -> tuple[int, int]:
-    """Columns and lines of the terminal, within reason: an environment may say 0, or no number."""
+    """Columns and lines of the terminal, clamped: the environment may say 0, or no number."""
     columns, lines = shutil.get_terminal_size()
     return min(max(columns, 20), 500), min(max(lines, 5), 500)
 
@@ -52,7 +50,7 @@ class Progress:
         return self
 
     def advance(self, amount: int) -> None:
-        """Count `amount` more bytes or tokens as done."""
+        """Add `amount` bytes or tokens to the bar."""
         self._bar.advance(self._task, amount)
         if self._wanted and not self._shown and time.monotonic() - self._begun >= self._wait:
             self._bar.start()

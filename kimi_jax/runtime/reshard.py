@@ -1,7 +1,7 @@
-"""Moving a decoding state to another mesh and placement, in memory or through a saved folder: the
+"""Moving a decoding state to another mesh and placement, through host memory or a saved folder: the
 same numbers bit for bit, resharded.
 
-Separate meshes for prefill and decode need this, and so does a conversation that is put aside.
+Separate meshes for prefill and decode need this, and so does a conversation that is saved.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ def move(
     """The same state for a model of this placement on this mesh (default: the state's mesh). Latent
     rows and index keys are striped as the placement says; recurrent states and the conv states of
     q, k and v are sharded by heads. `scan` groups layers as a model loaded with it does (default:
-    as they are).
+    unchanged).
 
     Every number stays what it is, bit for bit. The state given is only read. It travels through
     host memory, a layer at a time. With several processes each must call this with its shards of
@@ -86,9 +86,9 @@ def move(
 def load_state(path: str | os.PathLike, model: Runner) -> State:
     """A saved state for a model on any mesh and placement, resharded as `move` does.
 
-    Raises `RequestError` where the folder holds no state, one of another model or type, or one
-    whose description and arrays contradict each other: every size that differs is named, before an
-    array is read.
+    Raises `RequestError` where the folder holds no state, a state of another model or type, or a
+    state whose description and arrays contradict each other: every size that differs is named,
+    before an array is read.
     """
     folder = together("reading the state", lambda: state_folder(path))
 
@@ -189,7 +189,7 @@ class Resharding:
         return dataclasses.replace(shapes, **arrays)
 
     def _array(self, layers: Sequence[int], name: str, shape: jax.ShapeDtypeStruct) -> Any:
-        """One array of the target on its devices; its groups are these layers."""
+        """An array of the target on its devices, with a group for each of `layers`."""
         devices = holders(shape.shape, shape.sharding)
         shards = {
             index: np.zeros([stop - start for start, stop in index], shape.dtype)
@@ -203,7 +203,7 @@ class Resharding:
         return self._guarded(lambda: _on_devices(shards, devices, shape))
 
     def _guarded(self, action: Callable[[], Any]) -> Any:
-        """What an action returns, unless one has failed already; its error is kept."""
+        """What `action` returns; None once an action has failed, whose error is kept."""
         if self.error is None:
             try:
                 return action()
@@ -223,7 +223,7 @@ class Resharding:
         grouped = STATE_DIMS[name][0] == "G"
         dims = STATE_DIMS[name][grouped:]
         sizes = shape.shape[grouped:]
-        full = full.view(shape.dtype)  # bfloat16 and its bits
+        full = full.view(shape.dtype)  # bfloat16 may be stored as its bits
         indices = [self._source_index(*dim) for dim in zip(dims, sizes, full.shape, strict=True)]
         for index, shard in shards.items():
             local = [

@@ -16,10 +16,10 @@ class Rows:
     in arrays.
     """
 
-    active: Bool[Array, " B"]  # rows that go on
-    remaining: Int[Array, " B"]  # tokens that each may still bring
+    active: Bool[Array, " B"]  # rows that still decode
+    remaining: Int[Array, " B"]  # tokens that each may still sample
     seeds: Int[Array, " B"]
-    counts: Int[Array, " B"]  # tokens that each has brought
+    counts: Int[Array, " B"]  # tokens that each has sampled
     temperature: Float[Array, " B"]  # 0: the best token
     top_k: Int[Array, " B"]  # 0: all
     top_p: Float[Array, " B"]
@@ -35,8 +35,8 @@ class Rows:
     steps_per_call: int = dataclasses.field(metadata={"static": True})  # most steps of a loop
 
     def after(self, ids: Int[Array, " B"], usable: Bool[Array, " B"]) -> "Rows":
-        """The rows once these tokens were sampled: one that is not `usable`, a stop id or the last
-        of its row ends the row.
+        """The rows after these tokens were sampled: a token that is not `usable`, a stop id or the
+        last that its row may sample ends the row.
         """
         stopped = jnp.any(ids[:, None] == self.stop_ids, axis=1)
         count = self.active.astype(jnp.int32)

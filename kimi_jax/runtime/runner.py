@@ -28,9 +28,7 @@ BUCKETS = (1, *PREFILL_ROWS)
 
 
 def bucket(T: int, chunk: int) -> int:
-    """The padded width of a call with T new tokens: one of few, so that few programs are
-    compiled.
-    """
+    """The padded width of a call with T new tokens: one of few, so that few programs compile."""
     fitting = [size for size in BUCKETS if T <= size <= chunk]
     return fitting[0] if fitting else chunk if chunk >= T else -(-T // chunk) * chunk
 
@@ -55,7 +53,7 @@ class Runner:
 
     @property
     def placement(self) -> Placement:
-        """How it is spread over them."""
+        """How it is partitioned over them."""
         return self.program.place
 
     @property
@@ -86,17 +84,17 @@ class Runner:
             return logits[:B, :T]
 
     def mixtures(self, tokens: Sequence[int]) -> np.ndarray:
-        """How each mixture weighs the bank and the running sum: [2 * layers + 1, bank rows + 1, T],
-        x last, 0 if unused.
+        """The weights of each residual mixture: [2 * layers + 1, bank rows + 1, T]. The running sum
+        comes last, behind the bank; 0 where a bank row is not used.
         """
         ids, lengths = self._checked([tokens], None)
         self._refuse_over_context(lengths)
         T = ids.shape[1]
         rows = self.program.jitted_mixtures(self.weights, *self._placed(ids, lengths))
-        whole = np.zeros((len(rows), self.config.bank_rows + 1, T))
-        for out, mixed in zip(whole, map(to_host, rows), strict=True):
+        weights = np.zeros((len(rows), self.config.bank_rows + 1, T))
+        for out, mixed in zip(weights, map(to_host, rows), strict=True):
             out[: len(mixed) - 1], out[-1] = mixed[:-1, :T], mixed[-1, :T]
-        return whole
+        return weights
 
     def new_state(self, batch: int, max_length: int) -> State:
         """An empty state for `batch` requests of at most `max_length` tokens each, prompt and reply
@@ -145,7 +143,7 @@ class Runner:
     def advance(
         self, state: State, ids: np.ndarray, lengths: np.ndarray, kind: str = "prefill"
     ) -> tuple[Array, State]:
-        """`prefill` or `decode` of ids that were checked, a chunk at a time."""
+        """`prefill` or `decode` of checked ids [B, T], a chunk at a time."""
         logits = None
         for first in range(0, max(1, int(lengths.max(initial=0))), self.chunk):
             piece = ids[:, first : first + self.chunk]
@@ -157,18 +155,18 @@ class Runner:
             return logits if len(logits) == len(ids) else logits[: len(ids)], state
 
     def _placed(self, ids: np.ndarray, lengths: np.ndarray) -> tuple[Any, Any]:
-        """Ids and lengths on the mesh, padded to full rows and to a bucket's width."""
+        """Ids and lengths on the mesh, padded to a multiple of the data ranks and to a bucket's
+        width.
+        """
         B, T = ids.shape
-        more = self.program.padded_rows(B) - B
-        ids = np.pad(ids, ((0, more), (0, bucket(T, self.chunk) - T))).astype(np.int32)
-        lengths = np.pad(lengths, (0, more)).astype(np.int32)
+        pad_rows = self.program.padded_rows(B) - B
+        ids = np.pad(ids, ((0, pad_rows), (0, bucket(T, self.chunk) - T))).astype(np.int32)
+        lengths = np.pad(lengths, (0, pad_rows)).astype(np.int32)
         rows = NamedSharding(self.mesh, PartitionSpec(DATA))
         return to_mesh(ids, rows), to_mesh(lengths, rows)
 
     def _checked(self, tokens: Ids, lengths: Ids | None) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens [B, T] and lengths [B] as int32, or one error that says what is wrong with
-        them.
-        """
+        """Tokens [B, T] and lengths [B] as int32. Raises `RequestError` for invalid ones."""
         ids = _array("tokens", tokens, "[B, T]: pad rows to one length")
         if ids.ndim != 2 or 0 in ids.shape or ids.dtype.kind not in "iu":
             raise RequestError(
@@ -227,7 +225,7 @@ class Runner:
 
 
 def _array(name: str, value: Any, shape: str) -> np.ndarray:
-    """An array of what is given, or a `RequestError` that says which shape it must have."""
+    """`value` as an array. Raises `RequestError` with the expected shape where it is not one."""
     try:
         return np.asarray(value)
     except (ValueError, TypeError, OverflowError) as error:

@@ -59,8 +59,8 @@ def Greedy() -> Sample:
 
 @dataclasses.dataclass(frozen=True)
 class TokenLogprob:
-    """log P(token) before temperature and cuts, in nats, and the `top` n (id, logprob) pairs, best
-    first.
+    """log P(token) in nats, before temperature and truncation (top_k, top_p, min_p), and the `top`
+    n (id, logprob) pairs, best first.
     """
 
     token: int
@@ -121,7 +121,8 @@ def sample(
 ]:
     """The next token of each row, whether its logits could be used (no NaN, some finite maximum,
     also after bias and penalty), its log-probability, and the `top_logprobs` best tokens with
-    theirs. Log-probabilities are those before bias, penalty, temperature and cuts.
+    their log-probabilities. Log-probabilities are those before bias, penalty, temperature and
+    truncation.
     """
     adjusted = adjust(logits, rows)
     usable = jnp.isfinite(logits.max(-1)) & ~jnp.isnan(logits).any(-1)
@@ -152,7 +153,7 @@ def draw(logits: Float[Array, "B Z"], rows: Rows) -> Int[Array, " B"]:
 def gumbel_noise(
     seeds: Int[Array, " B"], counts: Int[Array, " B"], vocab: int
 ) -> Float[Array, "B Z"]:
-    """Standard Gumbel noise of each row, from its own seed and its own count of tokens alone.
+    """Standard Gumbel noise of each row, from the row's seed and count of tokens alone.
 
     Equals `jax.random.gumbel` for the key of the seed with the count folded in, under JAX's default
     settings. It is written out because those settings are the caller's: under another generator

@@ -3,7 +3,7 @@
 The folder holds `arrays/`, one array for each name `STACK.POSITION.NAME` beside `length` and
 `hidden`, and `about/metadata`, the description in JSON: sizes, model config, mesh, placement.
 Unusual here: what is read back is not trusted. Every field of the description, and the shape and
-type of every array, must be what the rest of the folder says, before an array is read.
+type of every array, is checked against the rest of the folder before an array is read.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ ArrayKind = tuple[tuple[int, ...], str]  # shape and type
 @dataclasses.dataclass(frozen=True)
 class Description:
     """What a folder says of the state in it. `config` is a table of sizes, as in the file; `intact`
-    says whether all is as it was written.
+    says whether the description is unchanged since it was written.
     """
 
     batch: int
@@ -63,18 +63,18 @@ def config_table(config: Config) -> dict[str, Any]:
 
 
 def state_folder(path: str | os.PathLike) -> Path:
-    """The absolute path of a folder. Raises `RequestError` for what cannot be a name of one."""
+    """The absolute path of a folder. Raises `RequestError` for what is not a valid path."""
     try:
-        named = b"\0" not in os.fsencode(path)
-    except (TypeError, UnicodeEncodeError):  # no path at all, or half a surrogate in it
-        named = False
-    if not named:
+        is_path = b"\0" not in os.fsencode(path)
+    except (TypeError, UnicodeEncodeError):  # not a path, or a lone surrogate in it
+        is_path = False
+    if not is_path:
         raise RequestError(f"{shown(path)} is not the path of a folder")
     return Path(path).absolute()
 
 
 def save_state(state: State, path: str | os.PathLike) -> None:
-    """Write a state to a folder that does not exist yet, each process its own shards. It appears
+    """Write a state to a folder that does not exist yet, each process its local shards. It appears
     complete or not at all. Arrays carry no checksum: a changed number is not noticed.
     """
     home = home_of(state)
@@ -121,7 +121,7 @@ def _digest(about: dict[str, Any]) -> str:
 
 
 def read_description(folder: Path) -> Description:
-    """The description in a folder. Raises `RequestError` with every field that cannot be."""
+    """The description in a folder. Raises `RequestError` with every invalid field."""
     try:
         about = read_json(folder / "about" / "metadata", _LIMIT)
     except FileError as error:
@@ -242,7 +242,9 @@ def _leaves(
 def _refuse_contradictions(
     folder: Path, found: dict[str, ArrayKind], expected: dict[str, list[ArrayKind]]
 ) -> None:
-    problems = [f"{shown(key)} is not an array of it" for key in found if key not in expected]
+    problems = [
+        f"{shown(key)} is not an array of this state" for key in found if key not in expected
+    ]
     for key, kinds in expected.items():
         if key not in found:
             problems.append(f"{key} is missing")

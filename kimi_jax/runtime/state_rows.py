@@ -12,21 +12,21 @@ from ..parallel.mesh import DATA
 
 
 def row_of(name: str, array: Array, row: Int[Array, ""]) -> Array:
-    """One row of all data ranks, on every one of them."""
+    """One row of all data ranks, replicated over them."""
     at = STATE_DIMS[name].index("B")
-    own = array.shape[at]
-    mine = jax.lax.dynamic_slice_in_dim(array, row % own, 1, at)
-    every = collectives.all_gather(mine, at, DATA)
-    return jax.lax.dynamic_slice_in_dim(every, row // own, 1, at)
+    local_rows = array.shape[at]
+    candidate = jax.lax.dynamic_slice_in_dim(array, row % local_rows, 1, at)
+    candidates = collectives.all_gather(candidate, at, DATA)
+    return jax.lax.dynamic_slice_in_dim(candidates, row // local_rows, 1, at)
 
 
 def with_row(name: str, array: Array, row: Int[Array, ""], new: Array) -> Array:
     """The array with one row of all data ranks replaced."""
     at = STATE_DIMS[name].index("B")
-    own = array.shape[at]
-    here = jax.lax.dynamic_slice_in_dim(array, row % own, 1, at)
-    kept = jnp.where(row // own == collectives.rank(DATA), new, here)
-    return jax.lax.dynamic_update_slice_in_dim(array, kept, row % own, at)
+    local_rows = array.shape[at]
+    old = jax.lax.dynamic_slice_in_dim(array, row % local_rows, 1, at)
+    updated = jnp.where(row // local_rows == collectives.rank(DATA), new, old)
+    return jax.lax.dynamic_update_slice_in_dim(array, updated, row % local_rows, at)
 
 
 def slots_of(
@@ -41,9 +41,10 @@ def with_slots(
     array: Array, row: Int[Array, ""], first: Int[Array, ""], last: Int[Array, ""], new: Array
 ) -> Array:
     """The cache with slots first .. last of one row of all data ranks replaced by the first of
-    `new`. All else aims at a slot that does not exist.
+    `new`. Other slots, and other ranks, write to index S, which is dropped.
     """
-    _, own, S, _ = array.shape
+    _, local_rows, S, _ = array.shape
     slots = first + jnp.arange(new.shape[2], dtype=jnp.int32)
-    here = (slots < last) & (row // own == collectives.rank(DATA))
-    return array.at[:, row % own, jnp.where(here, slots, S)].set(new[:, 0], mode="drop")
+    is_written = (slots < last) & (row // local_rows == collectives.rank(DATA))
+    index = jnp.where(is_written, slots, S)
+    return array.at[:, row % local_rows, index].set(new[:, 0], mode="drop")

@@ -13,7 +13,7 @@ from .progress import Progress
 def load_weights(
     program: Program, read: Callable[..., Any], progress: bool | None = None
 ) -> dict[tuple, Array]:
-    """All weights by path: each process reads the slices of its own devices, once.
+    """All weights by path: each process reads the slices of its local devices, once.
 
     `read` gives a slice of a weight, as `Checkpoint.read` does. `progress` as for `Progress`.
     """
