@@ -77,12 +77,11 @@ def load(
 
     `dtype`: "float32" (default on CPU), "bfloat16" (default elsewhere) or "float64". `chunk`: most
     tokens of a row in one prefill program. `scan`: compile equal groups of layers once (default: on
-    accelerators and for deep models); `forms`: definitions in place of
-    fast implementations. `progress`: show
-    a bar (default: for loads over a second, on a terminal). All that the headers show to be
-    wrong is raised in one error before anything is allocated; so is a model that its devices'
-    memory cannot hold, with the plan of what each would hold. Each process reads the slices of its
-    own devices, once.
+    accelerators and for deep models); `forms`: plain definitions in place of fast implementations.
+    `progress`: show a bar (default: for loads over a second, on a terminal). All problems in the
+    headers are raised in one error before anything is allocated; so is a model that does not fit
+    into its devices' memory, with the plan of what each would hold. Each process reads the slices
+    of its local devices, once.
     """
     if chunk is not None and not is_whole(chunk, 1, 2**31 - 1):
         raise ValueError(f"chunk must be a positive whole number of tokens, got {shown(chunk)}")

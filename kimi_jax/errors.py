@@ -1,7 +1,7 @@
 """Every error that the package raises for bad input, and how values are quoted in messages.
 
-All derive from `InputError`, whose text is safe to print: an error often quotes a file that nobody
-has checked yet. Nothing has been computed, allocated or written when one of them is raised.
+All derive from `InputError`, whose text is safe to print: an error often quotes a file that is
+not yet checked. Nothing has been computed, allocated or written when one of them is raised.
 """
 
 import os
@@ -16,7 +16,7 @@ _NAME = 400  # characters of a name that a message quotes
 
 
 class InputError(ValueError):
-    """Input that cannot be used. `str()` escapes what a terminal would obey and shortens lines."""
+    """Input that cannot be used. `str()` escapes control characters and shortens lines."""
 
     def __str__(self) -> str:
         return printable(super().__str__())
@@ -70,7 +70,7 @@ class TokenizerError(InputError):
 
 
 class PlacementError(InputError):
-    """A placement that does not fit: every dimension that is in the way, in one message."""
+    """A placement that does not fit: every dimension that is not valid, in one message."""
 
 
 class RequestError(InputError):
@@ -124,7 +124,7 @@ class _Quoted(reprlib.Repr):
         return repr(shortened(x, _VALUE))
 
     def repr_int(self, x: int, level: int) -> str:
-        """A whole number; of one that Python refuses to print, its size."""
+        """An integer; its size where it has more than 400 bits."""
         bits = x.bit_length()
         return repr(x) if bits <= 400 else f"a whole number of {bits:,} bits"
 

@@ -21,7 +21,7 @@ _KINDS = {
     stat.S_IFCHR: "a character device",
     stat.S_IFBLK: "a block device",
 }
-_DIGITS = 4_000  # of a whole number; Python itself refuses more than 4,300
+_DIGITS = 4_000  # of an integer; Python itself refuses more than 4,300
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 
 
@@ -47,8 +47,8 @@ def read_regular(path: str | os.PathLike[str], limit: int) -> bytes:
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         try:
-            content = file.read(size + 1) if size <= limit else b""  # a buffer of what is there
-            if size < len(content) <= limit:  # it has grown, or is a file whose size is not known
+            content = file.read(size + 1) if size <= limit else b""  # a buffer of its size
+            if size < len(content) <= limit:  # it has grown, or reports no size (/proc)
                 content += file.read(limit + 1 - len(content))
         except OSError as error:
             raise FileError(path, f"cannot be read, {error.strerror}") from error

@@ -1,4 +1,4 @@
-"""Numbers: the type that sums are made in, and checks of numbers that users give."""
+"""Accumulation types, and checks of numbers that users give."""
 
 from typing import Any
 
@@ -16,14 +16,14 @@ def widen(x: Any) -> Any:
 
 
 def is_whole(value: Any, low: int, high: int | None = None) -> bool:
-    """Whether a value is a whole number in low..high."""
+    """Whether a value is an integer in low..high; bools are not."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         return False
     return low <= int(value) and (high is None or int(value) <= high)
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a number that float32 holds, NaN and infinities among them."""
+    """Whether a value is a number in the range of float32, or NaN or an infinity."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         return False
     largest = float(np.finfo(np.float32).max)

@@ -10,8 +10,8 @@ from ..runtime.rows import Rows
 from .requests import Request, RequestOptions
 
 Place = Callable[[np.ndarray], jax.Array]  # puts an array whose first dim is rows on the mesh
-MIN_STEPS = 8  # steps that a decode loop has room for, at least
-MIN_STOP_IDS = 8  # stop ids that a row has room for, at least
+MIN_STEPS = 8  # least steps that a decode loop is compiled for
+MIN_STOP_IDS = 8  # least width of the array of stop ids
 
 
 def power_of_two(count: int) -> int:
@@ -51,7 +51,7 @@ class Batch:
         self._settings: dict[str, Any] = {}
 
     def rows(self, decoding: Mapping[int, Request]) -> Rows:
-        """The rows of the requests by slot; all other slots stand still."""
+        """The rows of the requests by slot; rows of other slots are inactive."""
         if self._placed_for != decoding:
             self._placed_for = dict(decoding)
             self._settings = self._place_settings(decoding)
@@ -68,21 +68,21 @@ class Batch:
         self,
         decoding: Mapping[int, Request],
         dtype: Any,
-        rest: Any,
+        default: Any,
         value: Callable[[Request], Any],
     ) -> jax.Array:
-        """A number of every row: `value` of its request, or `rest` where the slot is empty."""
-        column = np.full(self._size, rest, dtype)
+        """A number of every row: `value` of its request, or `default` where the slot is empty."""
+        column = np.full(self._size, default, dtype)
         for slot, request in decoding.items():
             column[slot] = value(request)
         return self._place(column)
 
     def _place_settings(self, decoding: Mapping[int, Request]) -> dict[str, Any]:
-        """What requests ask for and no step changes."""
+        """The fields of `Rows` that no step changes."""
 
-        def sampling(name: str, dtype: Any, rest: Any) -> jax.Array:
+        def sampling(name: str, dtype: Any, default: Any) -> jax.Array:
             return self._column(
-                decoding, dtype, rest, lambda request: getattr(request.options.sampling, name)
+                decoding, dtype, default, lambda request: getattr(request.options.sampling, name)
             )
 
         return {

@@ -1,4 +1,4 @@
-"""A turn of a conversation: its prompt in the chat format, its reply taken apart as it comes."""
+"""A turn of a conversation: its prompt in the chat format, its reply parsed as it streams."""
 
 import dataclasses
 from collections import deque
@@ -33,7 +33,7 @@ class Reply:
     `finish_reason`: "stop", "tool_calls" (it ended, and waits for results), "length"
     (`max_new_tokens` or the context) or "interrupted" (its stream was closed). `tokens` are all ids
     but the one that ended it. `problems` says what was malformed and therefore left out: a call
-    that was cut off, an argument that is not of its type, text in a tag that has no end.
+    that is incomplete, an argument that is not of its type, text in a tag that has no end.
     """
 
     thinking: str
@@ -148,7 +148,7 @@ def chat(
 
     Messages, tools, `thinking_effort`, `tool_choice` and `response_format` as in
     `kimi_jax.text.chat_format.render`: they tell the model what is wanted, and nothing makes it
-    comply. `prefix_cache` and `session` as in `generate`; the prompt is the session's whole
+    comply. `prefix_cache` and `session` as in `generate`; the prompt is the session's full
     conversation. `stop` is looked for in the answer's text alone. A reply always ends at
     <|end_of_msg|>, whatever `stop_tokens` says. Raises `ChatError` or `PromptError` before anything
     runs.

@@ -1,4 +1,4 @@
-"""Continuous batching with chunked prefill. Prompts are prefilled in rows of their own and moved to
+"""Continuous batching with chunked prefill. Prompts are prefilled in prefill rows and moved to
 decode slots; a request that ends frees its slot. Knows token ids and no text.
 """
 
@@ -22,7 +22,7 @@ from .session_state import SessionState
 
 SLOTS = 8  # requests that decode together
 STEPS_PER_CALL = 8  # decode steps on the devices before the host sees the tokens
-MIN_CAPACITY = 128  # tokens that a state has room for, at least
+MIN_CAPACITY = 128  # least tokens that a state has room for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Sampled:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What one call of the devices brought: prompt tokens prefilled or cached, or new tokens.
+    """The result of one call of the devices: prompt tokens prefilled or cached, or new tokens.
 
     Requests that ended have a `finish_reason`. Whoever reads the report may end others before the
     next one (`Request.stop`): their slots are free then.
@@ -47,7 +47,7 @@ class Report:
 
     @property
     def advanced(self) -> int:
-        """Tokens in all."""
+        """Prompt tokens and new tokens."""
         return self.prompt_tokens + len(self.sampled)
 
 
@@ -72,7 +72,7 @@ def capacity(length: int, limit: int) -> int:
 def run(
     runner: Runner, requests: Sequence[Request], options: RunOptions
 ) -> Generator[Report, None, None]:
-    """Run all requests that have not ended yet to their ends."""
+    """Run all requests that have not ended until they have."""
     waiting = [i for i, request in enumerate(requests) if request.finish_reason is None]
     if waiting:
         engine = _Engine(runner, requests, waiting, options)
@@ -110,7 +110,7 @@ class _Engine:
         )
 
     def _new_slots(self, slots: int, prefill_rows: int, length: int) -> State:
-        """The state that decodes: a session's, or an empty one."""
+        """The state of the decode slots: a session's, or an empty one."""
         if self.options.session:
             (request,) = self.requests
             state, self.resumed = self.options.session.resume(request.ids, length)
@@ -133,7 +133,7 @@ class _Engine:
             self._prefill_rows = state
 
     def reports(self) -> Iterator[Report]:
-        """Chunks of prompts and calls of decoding in turns, until no request is left."""
+        """Alternate prefill chunks and multi-step decode until no request is left."""
         while self.schedule.is_busy:
             for row, number in self.schedule.admit():
                 if cached := self._admit(row, number):
@@ -145,8 +145,8 @@ class _Engine:
                 self._free_slots()
 
     def leave(self) -> None:
-        """The run is over, or left: a session gets its state back, unless it cannot be used, with
-        the ids that it may have seen, also those of a call that the host was not told of.
+        """The run has ended, or was closed: a session gets its state back, unless it cannot be
+        used, with the ids that it may have seen, also those of a call whose results were not read.
         """
         request = self.requests[0]
         if self.options.session and request.finish_reason != "error":
@@ -198,7 +198,7 @@ class _Engine:
             self.prefill_rows, length=self.runner.place_rows(seen.astype(np.int32))
         )
         logits, self.prefill_rows = self.runner.advance(state, tokens, lengths)
-        jax.block_until_ready(logits)  # what is measured has happened
+        jax.block_until_ready(logits)  # so that prefill is timed to its end
         # A new array: a device may still read the one that it was given.
         self.prefilled = self.prefilled + lengths
 
@@ -212,10 +212,10 @@ class _Engine:
         request.prefilled_at = time.perf_counter()
 
     def _decode(self) -> Iterator[Sampled]:
-        """Some decode steps for all slots: the tokens that they bring."""
+        """Multi-step decode for all slots: the tokens that it sampled."""
         decoding = {slot: self.requests[n] for slot, n in self.schedule.decoding.items()}
         most = max(request.remaining for request in decoding.values())
-        # One step while prompts wait: so that slots fill up first.
+        # One step a call while slots can still be filled.
         steps = 1 if self.schedule.is_filling else min(self.options.steps_per_call, most)
         self.pending, self.slots = self.runner.program.decode_steps(
             self.runner.weights, self.slots, self.batch.rows(decoding), steps
@@ -236,7 +236,7 @@ class _Engine:
                     break
 
     def _free_slots(self) -> None:
-        """The slots of requests that have ended are free."""
+        """Free the slots of requests that have ended."""
         for slot, number in list(self.schedule.decoding.items()):
             request = self.requests[number]
             if request.finish_reason:

@@ -22,7 +22,7 @@ from .requests import Request, RequestOptions, Usage
 from .session_state import SessionState
 
 STREAM_STEPS = 4  # decode steps on the devices between the events of a stream
-MAX_SLOTS = 256  # also the most steps of one call
+MAX_SLOTS = 256  # also of `trip`, decode steps a call
 
 
 NO_USAGE = Usage(0, 0, 0.0, 0.0)
@@ -45,8 +45,8 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """A piece of a stream: text that is now certain (maybe none yet), the token behind it, what the
-    reply has taken so far, and at the end the reason.
+    """A piece of a stream: text that is now final (maybe empty), its token, the
+    usage so far, and in the last event the reason.
     """
 
     text: str
@@ -70,17 +70,17 @@ def generate(
     **options: Any,
 ) -> list[Completion]:
     """Continue each prompt: a string, a list of strings, or lists of token ids; one `Completion`
-    each, in order. A result depends on its own prompt, options and seed alone.
+    each, in order. A result depends on its prompt, options and seed alone.
 
-    Options and prompts that make no sense raise `PromptError`, with every problem, before anything
-    runs. A prompt that leaves no room for a reply, and logits that cannot be used, are the error of
-    their own result.
+    Invalid options and prompts raise `PromptError`, with every problem, before anything runs. A
+    prompt that leaves no room for a reply, and logits that cannot be used, are the `error` of that
+    prompt's `Completion` alone.
 
     Options of the run:
 
     - `slots`: prompts that decode together, 1 to 256; one that ends makes room for the next.
     - `trip`: multi-step decode, 1 to 256 steps on the devices before the host sees their tokens.
-    - `prefix_cache`: a `PrefixCache`, which gives and keeps what prompts begin with.
+    - `prefix_cache`: a `PrefixCache`: cached prefixes are restored, new ones are added.
     - `session`: a `Session` that the one prompt continues.
     - `progress`: show a bar; None: on a terminal, after a second.
     - `verbose`: print a line for each prompt that begins or ends, on standard error.
@@ -136,8 +136,8 @@ def start(
     session: SessionState | None = None,
     is_conversation: bool = False,
 ) -> tuple[Request, Iterator[Event]]:
-    """The request of `stream`, and its events; with `is_conversation` the prompt is all of the
-    session's conversation and not its new part. A session stays as it is where anything is refused.
+    """The request of `stream`, and its events; with `is_conversation` the prompt is the
+    session's full conversation and not its new part. A refused request leaves a session unchanged.
     """
     (request,), run_options = _prepare(
         model, lambda: [prompt], options, slots=1, trip=trip, cache=cache, session=session,
@@ -197,7 +197,7 @@ def _prepare(
 def _check_owners(
     model: TextRunner, cache: Any, session: Any, count: int, problems: list[str]
 ) -> None:
-    """Problems of a cache or a session that is not this model's, or not one at all."""
+    """Problems of a cache or a session of another model, or of another type."""
     for name, kind, owner in (
         ("PrefixCache", PrefixCache, cache), ("Session", SessionState, session)
     ):  # fmt: skip
@@ -229,8 +229,8 @@ class _TextReply:
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None):
         self.request = request
-        self.pieces: list[str] = []  # what each token made certain
-        self.rest = ""  # behind the last token, where a stop id or an error came
+        self.pieces: list[str] = []  # text that each token made final
+        self.rest = ""  # text after the last token, before a stop id or an error
         self._has_text = tokenizer is not None
         options = request.options
         self._builder = TextBuilder(tokenizer, options.stop, options.min_new_tokens)
@@ -257,7 +257,7 @@ class _TextReply:
             self.rest = text
 
     def completion(self) -> Completion:
-        """The whole reply."""
+        """The complete reply."""
         request = self.request
         assert request.finish_reason is not None
         text = "".join([*self.pieces, self.rest]) if self._has_text else None
@@ -290,7 +290,7 @@ def _feed(reports: Iterable[Report], replies: Sequence[_TextReply]) -> Iterator[
 def _events(
     model: TextRunner, request: Request, options: RunOptions
 ) -> Generator[Event, None, None]:
-    """The events of a stream; a session has what was yielded, or what it had where that failed."""
+    """The events of a stream. A session holds the yielded tokens; after an error, those before."""
     session, reply, sent = options.session, _TextReply(request, model.tokenizer), 0
     before = session.tokens if session else []
     with contextlib.closing(run(model, [request], options)) as reports:

@@ -13,7 +13,7 @@ from .options import Options
 from .prompts import TextRunner, items_of
 from .requests import RequestOptions
 
-MAX_WHOLE = 2**31 - 1  # the largest whole number of an option: int32 holds it
+MAX_WHOLE = 2**31 - 1  # the largest integer of an option: int32 holds it
 
 
 def request_options(
@@ -71,13 +71,14 @@ def ids_of(value: Any) -> list | None:
 def _checked(model: TextRunner, given: dict[str, Any], problems: list[str]) -> RequestOptions:
     """The checked options of one prompt; anything where there are problems."""
     found: list[str] = []
-    longest, fewest = given["max_new_tokens"], given["min_new_tokens"]
-    if not is_whole(longest, 1, MAX_WHOLE):
+    max_new = given["max_new_tokens"]
+    min_new = given["min_new_tokens"]
+    if not is_whole(max_new, 1, MAX_WHOLE):
         found.append(
-            f"max_new_tokens must be a positive whole number, got {shown(longest)} (1 to 2^31-1)"
+            f"max_new_tokens must be a positive whole number, got {shown(max_new)} (1 to 2^31-1)"
         )
-    if not is_whole(fewest, 0, MAX_WHOLE) or (is_whole(longest, 1) and fewest > longest):
-        found.append(f"min_new_tokens must lie in 0..max_new_tokens, got {shown(fewest)}")
+    if not is_whole(min_new, 0, MAX_WHOLE) or (is_whole(max_new, 1) and min_new > max_new):
+        found.append(f"min_new_tokens must lie in 0..max_new_tokens, got {shown(min_new)}")
     if not is_whole(given["seed"], 0, MAX_WHOLE):
         found.append(f"seed must be a whole number in 0..2^31-1, got {shown(given['seed'])}")
     sampling = _sampling(given, found)
@@ -89,7 +90,7 @@ def _checked(model: TextRunner, given: dict[str, Any], problems: list[str]) -> R
     if found:
         return RequestOptions()
     return RequestOptions(
-        sampling, int(given["seed"]), int(longest), int(fewest), stop, stop_ids,
+        sampling, int(given["seed"]), int(max_new), int(min_new), stop, stop_ids,
         bool(given["logprobs"]), top, bias,
     )  # fmt: skip
 
@@ -102,7 +103,7 @@ _SAMPLING = {
 
 
 def _sampling(given: dict[str, Any], problems: list[str]) -> Sample:
-    """The strategy of a prompt: `sampling`, or what the five options say."""
+    """The sampling parameters of a prompt: `sampling`, or the five options."""
     sampling, values = given["sampling"], {name: given[name] for name in _SAMPLING}
     wrong = sampling_problems(**values)
     problems += wrong

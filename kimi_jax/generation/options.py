@@ -60,8 +60,8 @@ def described(**defaults: Any) -> Callable[[Callable], Callable]:
     """
 
     def decorate(function: Callable) -> Callable:
-        own = inspect.signature(function)
-        parameters = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        signature = inspect.signature(function)
+        parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         parameters += [
             inspect.Parameter(
                 field.name,
@@ -70,7 +70,7 @@ def described(**defaults: Any) -> Callable[[Callable], Callable]:
             )
             for field in dataclasses.fields(Options)
         ]
-        function.__signature__ = own.replace(parameters=parameters)  # pyright: ignore
+        function.__signature__ = signature.replace(parameters=parameters)  # pyright: ignore
         function.__doc__ = f"{inspect.getdoc(function)}\n\n{inspect.getdoc(Options)}"
         return function
 

@@ -1,4 +1,4 @@
-"""States that prefixes of prompts leave, shared between prompts.
+"""States of prompt prefixes, shared between prompts.
 
 A recurrent state cannot be shortened: it is valid for exactly the tokens that it has seen. So a
 copy of it is kept where a chunk of a prompt ends, and a cached prefix is a chain of chunks.
@@ -30,7 +30,7 @@ class CacheStats:
 
 @dataclasses.dataclass(eq=False)
 class Chunk:
-    """A chunk of a prompt behind others, and what is kept of it."""
+    """A chunk of a prompt after its parent chunk, with a copy of its state."""
 
     copy: Any = None
     next: dict[tuple[int, ...], "Chunk"] = dataclasses.field(default_factory=dict)
@@ -60,7 +60,7 @@ class ChunkTree:
         self._root, self._used = Chunk(), {}
 
     def lookup(self, ids: Sequence[int]) -> list[Chunk]:
-        """The longest chain that `ids` begin with, which is used now."""
+        """The longest chain that `ids` begin with; it becomes the most recently used."""
         chain = self._chain(ids)
         self._touch(chain)
         return chain
@@ -97,7 +97,7 @@ class ChunkTree:
         return chain
 
     def _touch(self, chain: list[Chunk]) -> None:
-        """Used now, the end of the chain first: so nothing is older than what lies behind it."""
+        """Mark a chain as used, its end first: a chunk is never evicted before its successors."""
         for chunk in reversed(chain):
             self._used.pop(chunk, None)
             self._used[chunk] = None

@@ -1,4 +1,4 @@
-"""Requests: what is asked of one prompt, and what has come of it so far. Token ids, no text."""
+"""A request: one prompt, its options, and its reply so far. Token ids, no text."""
 
 import dataclasses
 import time
@@ -23,7 +23,7 @@ class Usage:
 
 @dataclasses.dataclass(frozen=True)
 class RequestOptions:
-    """How one prompt is continued, checked and complete; `options.Options` says what each means."""
+    """The checked options of one prompt; `options.Options` documents them."""
 
     sampling: Sample = GREEDY
     seed: int = 0
@@ -38,7 +38,7 @@ class RequestOptions:
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """One prompt on its way through the engine.
+    """One prompt in the engine.
 
     It ends with a `finish_reason`: "stop" (a stop id, which is in `stop_id` and not in `tokens`, or
     whoever reads the tokens called `stop`), "length" (`limit` tokens) or "error" (`error` says
@@ -50,7 +50,7 @@ class Request:
     limit: int  # most tokens of the reply
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
-    sampled: list[int] = dataclasses.field(default_factory=list)  # also behind the reply's end
+    sampled: list[int] = dataclasses.field(default_factory=list)  # also after the reply's end
     finish_reason: str | None = None
     error: str | None = None
     stop_id: int | None = None
@@ -61,7 +61,7 @@ class Request:
 
     @property
     def remaining(self) -> int:
-        """Tokens that may still come."""
+        """Tokens that the reply may still get."""
         return self.limit - len(self.tokens)
 
     def add(self, token: int, usable: bool, logprob: TokenLogprob) -> bool:
@@ -80,13 +80,13 @@ class Request:
         return True
 
     def stop(self, count: int) -> None:
-        """End it after its first `count` tokens, whatever has come behind them."""
+        """End it after its first `count` tokens; later ones are dropped."""
         del self.tokens[count:], self.logprobs[count:]
         self.stop_id, self.error = None, None
         self._end("stop")
 
     def fail(self, why: str) -> None:
-        """End it with an error of its own."""
+        """End it with an error; other requests go on."""
         self.error = why
         self._end("error")
 
@@ -95,7 +95,7 @@ class Request:
         self.ended_at = time.perf_counter()
 
     def usage(self, count: int) -> Usage:
-        """What it has taken, up to the first `count` tokens of the reply."""
+        """Tokens and seconds, with the first `count` tokens of the reply."""
         prefill = max(0.0, self.prefilled_at - self.started_at)
         until = self.ended_at or time.perf_counter()
         decode = max(0.0, until - self.prefilled_at) if self.prefilled_at else 0.0

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass
 class Schedule:
-    """Requests that wait, are prefilled in a row of their own with a decode slot reserved, or
-    decode in that slot. Requests are numbers, first come first served.
+    """Requests that wait, are prefilled in a prefill row with a decode slot reserved, or decode in
+    that slot. Requests are numbers, first come first served.
     """
 
     waiting: collections.deque[int]
@@ -35,7 +35,7 @@ class Schedule:
         return bool(self.prefilling or (self.waiting and self.free_slots))
 
     def admit(self) -> list[tuple[int, int]]:
-        """Let in as many requests as there is room for: (prefill row, request)."""
+        """Admit requests while rows and slots are free: (prefill row, request) of each."""
         admitted = []
         while self.waiting and self.free_slots and self.free_prefill_rows != []:
             request, slot = self.waiting.popleft(), self.free_slots.pop(0)

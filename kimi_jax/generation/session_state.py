@@ -1,7 +1,7 @@
 """The state of a conversation between its turns, as the engine asks for it.
 
 A recurrent state cannot be shortened: it is valid for exactly the tokens that it has seen. So
-copies of it are kept where prompts end, and the state goes back to one of them or to nothing.
+copies of it are kept where prompts end, and the state returns to one of them or to an empty one.
 """
 
 import dataclasses
