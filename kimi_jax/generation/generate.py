@@ -166,7 +166,7 @@ def _prepare(
     log: Callable[[str], None] | None = None,
     is_conversation: bool = False,
 ) -> tuple[list[Request], RunOptions]:
-    """The requests and the options of a run, alike on all processes, or one error on all."""
+    """The requests and the options of a run, equal on all processes, or one error on all."""
 
     def read() -> tuple[list[list[int]], list[RequestOptions]]:
         problems = [

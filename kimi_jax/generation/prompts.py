@@ -42,14 +42,14 @@ def as_list(prompts: Any) -> list:
         raise PromptError(f"prompts must be strings or lists of token ids, got {shown(prompts)}")
     is_flat = [not isinstance(item, str | Sequence | np.ndarray) for item in items]
     if any(is_flat) and not all(is_flat):
-        raise PromptError("prompts mix token ids with whole prompts: give [[ids], [ids], ...]")
+        raise PromptError("prompts mix token ids with complete prompts: give [[ids], [ids], ...]")
     return [items] if any(is_flat) else items
 
 
 def encode(
     model: TextRunner, prompts: Sequence[Any], before: Sequence[int], problems: list[str]
 ) -> list[list[int]]:
-    """Every prompt as ids behind the ids `before` it; what is wrong goes to `problems`."""
+    """The ids of every prompt, after the ids `before` it; problems are added to `problems`."""
     bad = [token for token in before if not model.is_id(token)]
     if bad:
         problems.append(f"the session's tokens hold {shown(bad[0])}, which is not a token id")

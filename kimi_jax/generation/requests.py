@@ -11,7 +11,7 @@ GREEDY = Greedy()
 @dataclasses.dataclass(frozen=True)
 class Usage:
     """What one completion took: tokens, and seconds from its first chunk to its last token; others
-    may have run beside it. `cached_tokens` of the prompt came from an earlier state.
+    may have run at the same time. `cached_tokens` of the prompt came from an earlier state.
     """
 
     prompt_tokens: int

@@ -111,7 +111,7 @@ class SessionState:
 
 
 def _shared(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many ids two sequences begin with alike."""
+    """The length of the common prefix of two sequences."""
     n = min(len(first), len(second))
     differ = np.flatnonzero(np.asarray(first[:n]) != np.asarray(second[:n]))
     return int(differ[0]) if differ.size else n

@@ -13,7 +13,7 @@ from .session_state import SessionState
 class Session(SessionState):
     """A conversation with a model that keeps its state: each turn computes only what is new.
 
-    `generate` and `stream` continue what the session has seen, `chat` takes the whole conversation
+    `generate` and `stream` continue what the session has seen, `chat` takes the full conversation
     as `Model.chat` does. Turns give what the same ids give without a session. Where a turn does not
     continue what the state has seen (a reply ended within a multi-step decode by a stop string or
     by closing its stream, was written otherwise by its chat message, or is another one now) the
@@ -37,7 +37,5 @@ class Session(SessionState):
 
     @method_of(chat, without=("session",))
     def chat(self, messages: Any, *more: Any, **options: Any) -> Reply | ChatStream:
-        """`Model.chat` of a whole conversation, of which what the state has seen is not computed
-        again.
-        """
+        """`Model.chat` of a full conversation; what the state has seen is not computed again."""
         return chat(self.model, messages, *more, session=self, **options)

@@ -43,7 +43,7 @@ class Program(ModelOnMesh):
         return logits, dataclasses.replace(following, batch=state.batch, home=self)
 
     def _shared_kind(self, kind: str, shape: tuple[int, int]) -> str:
-        """The kind of the compiled step to use: both kinds share one where they reduce alike."""
+        """The kind of the compiled step to use: both kinds share one with equal reductions."""
         rows = shape[0] // self.sizes[DATA] * shape[1]
         reductions = {self.place.reduction(name, rows, self.sizes) for name in (kind, "prefill")}
         return "prefill" if len(reductions) == 1 else kind

@@ -85,7 +85,7 @@ class Runner:
 
     def mixtures(self, tokens: Sequence[int]) -> np.ndarray:
         """The weights of each residual mixture: [2 * layers + 1, bank rows + 1, T]. The running sum
-        comes last, behind the bank; 0 where a bank row is not used.
+        comes last, after the bank; 0 where a bank row is not used.
         """
         ids, lengths = self._checked([tokens], None)
         self._refuse_over_context(lengths)
