@@ -105,7 +105,7 @@ class Collective:
 
 
 def collectives(hlo: str, devices: int) -> list[Collective]:
-    """Every collective of a program on `devices` devices, equal ones as one that is called more."""
+    """Every collective of a program on `devices` devices, equal collectives counted as calls."""
     bodies, entry = computations(hlo)
     calls: dict[Collective, int] = defaultdict(int)
     for name, (times, bounded) in call_counts(bodies, entry).items():
@@ -113,7 +113,7 @@ def collectives(hlo: str, devices: int) -> list[Collective]:
             found = read_collective(instruction, devices)
             if found is not None:
                 calls[dataclasses.replace(found, bounded=bounded)] += times
-    return [dataclasses.replace(one, calls=times) for one, times in calls.items()]
+    return [dataclasses.replace(found, calls=times) for found, times in calls.items()]
 
 
 def computations(hlo: str) -> tuple[dict[str, list[Instruction]], str]:
@@ -182,7 +182,7 @@ def read_collective(instruction: Instruction, devices: int) -> Collective | None
 
 
 def read_type(text: str) -> Any:
-    """A type as nested lists of arrays such as "bf16[8,128]"; one that is no tuple as itself."""
+    """A type as nested lists of arrays such as "bf16[8,128]"; other types as they are."""
     open_: list[list] = [[]]
     for token in _TYPE_TOKEN.findall(_LAYOUT.sub("", text)):
         if token == "(":
@@ -194,7 +194,9 @@ def read_type(text: str) -> Any:
 
 def arrays(type_: Any) -> list[str]:
     """All arrays in a type, in order."""
-    return [type_] if isinstance(type_, str) else [one for part in type_ for one in arrays(part)]
+    return (
+        [type_] if isinstance(type_, str) else [array for part in type_ for array in arrays(part)]
+    )
 
 
 def array_bytes(array: str) -> int:
@@ -214,7 +216,7 @@ def read_ranks(attributes: str, devices: int) -> int:
 
 
 def read_scope(attributes: str) -> str:
-    """Where the decoder wrote an instruction, in names of its own."""
+    """The named scopes of the decoder that an instruction comes from."""
     name = _OP_NAME.search(attributes)
     parts = name[1].split("/") if name else []
     return "/".join(part for part in parts if not _PLUMBING.fullmatch(part))
@@ -236,12 +238,12 @@ def make_mesh(data: int, model: int, target: str) -> Mesh:
 
 def memory_bytes(compiled: Any) -> dict[str, int]:
     """Bytes of one device by use; an output that aliases an argument takes no more."""
-    memory = compiled.memory_analysis()
+    sizes = compiled.memory_analysis()
     return {
-        "arguments": memory.argument_size_in_bytes,
-        "outputs": memory.output_size_in_bytes,
-        "aliases": memory.alias_size_in_bytes,
-        "temporaries": memory.temp_size_in_bytes,
+        "arguments": sizes.argument_size_in_bytes,
+        "outputs": sizes.output_size_in_bytes,
+        "aliases": sizes.alias_size_in_bytes,
+        "temporaries": sizes.temp_size_in_bytes,
     }
 
 
@@ -257,7 +259,7 @@ def named_config(name: str) -> kj.Config:
 def read_mesh(text: str) -> tuple[int, int]:
     """2x8 as a pair."""
     if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no DATAxMODEL such as 1x8")
+        raise argparse.ArgumentTypeError(f"{text!r} is not DATAxMODEL such as 1x8")
     data, model = map(int, text.split("x"))
     return data, model
 
@@ -272,7 +274,7 @@ def parse() -> argparse.Namespace:
     add("--mesh", type=read_mesh, default=(1, 1), metavar="DxM", help="data x model devices (1x1)")
     add("--placement", type=json.loads, default={}, metavar="JSON", help="fields of a Placement")
     add("--step", choices=("decode", "prefill"), default="decode", help="what to compile (decode)")
-    add("--batch", type=int, default=1, metavar="N", help="requests, completed to whole D (1)")
+    add("--batch", type=int, default=1, metavar="N", help="requests, padded to a multiple of D (1)")
     add("--context", type=int, default=4096, metavar="N", help="slots for each request (4096)")
     add("--rows", type=int, default=4096, metavar="N", help="tokens of all requests of a prefill")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="(bfloat16)")
@@ -334,7 +336,7 @@ def print_report(found: dict[str, Any]) -> None:
         f"{found['config']} {found['step']}: tokens [{batch}, {tokens}], {found['context']} slots,"
         f" data {mesh[DATA]} x model {mesh[MODEL]}, {found['dtype']}, {found['placement']}"
     )
-    print(*(f"{stage} {seconds:.2f} s," for stage, seconds in found["seconds"].items()), end=" ")
+    print(*(f"{phase} {seconds:.2f} s," for phase, seconds in found["seconds"].items()), end=" ")
     print(f"peak host memory {found['peak_rss'] / 1e9:.2f} GB")
     if found["memory"] != found["memory_of_target"]:
         print(
@@ -361,15 +363,15 @@ def print_collectives(found: list[dict[str, Any]], rows: int) -> None:
         "  scope"
     )
     total: dict[tuple[str, str], list[int]] = {}
-    for one in found:
-        sent = one["calls"] * one["sent"]
-        calls = f"{'' if one['bounded'] else '>='}{one['calls']}"
+    for row in found:
+        sent = row["calls"] * row["sent"]
+        calls = f"{'' if row['bounded'] else '>='}{row['calls']}"
         print(
-            f"  {one['kind']:<18} {one['dtype']:<9} {one['ranks']:>5} {one['payload']:>18,} "
-            f"{one['sent'] / rows:>8,.0f} {calls:>7} {sent:>15,}  {one['scope']}"
+            f"  {row['kind']:<18} {row['dtype']:<9} {row['ranks']:>5} {row['payload']:>18,} "
+            f"{row['sent'] / rows:>8,.0f} {calls:>7} {sent:>15,}  {row['scope']}"
         )
-        sums = total.setdefault((one["kind"], one["dtype"]), [0, 0, 0])
-        for at, count in enumerate((one["calls"] * one["payload"], one["calls"], sent)):
+        sums = total.setdefault((row["kind"], row["dtype"]), [0, 0, 0])
+        for at, count in enumerate((row["calls"] * row["payload"], row["calls"], sent)):
             sums[at] += count
     for (kind, dtype), (payload, calls, sent) in total.items():
         print(f"  {kind:<18} {dtype:<9} total {payload:>18,} {'':>8} {calls:>7} {sent:>15,}")

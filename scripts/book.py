@@ -1,4 +1,4 @@
-"""The book that the small model is trained and measured on, and how it is cut for measuring."""
+"""The book that the small model is trained and measured on, and how it is split for measuring."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,15 +14,15 @@ BATCH = 8
 
 def split(text: str) -> tuple[str, str]:
     """The first nine tenths, to train on, and the last tenth, to measure on."""
-    cut = len(text) * 9 // 10
-    return text[:cut], text[cut:]
+    boundary = len(text) * 9 // 10
+    return text[:boundary], text[boundary:]
 
 
 def windows(ids: Sequence[int], bos: int | None) -> tuple[np.ndarray, np.ndarray]:
     """Windows [rows, WINDOW + 1] over held-out ids, and which targets count [rows, WINDOW].
 
     Every id is a counted target once, after at least half a window of context where the text has
-    that much before it. Rows come in multiples of BATCH; those that fill up count nothing.
+    that much before it. Rows come in multiples of BATCH; rows that pad have no counted target.
     """
     start = [] if bos is None else [bos]
     text = np.array([*start, *ids], np.int32)

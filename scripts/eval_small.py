@@ -70,18 +70,18 @@ def parse() -> argparse.Namespace:
 
 
 def measurements(options: argparse.Namespace) -> Iterator[dict]:
-    """One for each folder and form."""
+    """A measurement for each folder and choice of implementations."""
     _, held_out = split(BOOK.read_text(encoding="utf-8"))
     forms = {"fast": Implementations()} | ({"plain": DEFINITIONS} if options.plain else {})
     for folder in options.folders:
-        for name, form in forms.items():
+        for name, implementations in forms.items():
             mesh = kj.make_mesh(model=options.devices)
-            found = evaluate(folder, options.dtype, form, held_out, mesh)
+            found = evaluate(folder, options.dtype, implementations, held_out, mesh)
             yield {"folder": str(folder), "forms": name, **found}
 
 
 def main() -> None:
-    """Print a line for each measurement as soon as it is made."""
+    """Print a line for each measurement as soon as it is taken."""
     options = parse()
     if options.dtype == "float64":
         jax.config.update("jax_enable_x64", True)

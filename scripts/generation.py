@@ -1,8 +1,8 @@
 """What generation costs on this machine: tokens a second by slots, programs compiled for prompts of
-many lengths, and the time to a first token where a prefix is known. Ratios are of one run.
+many lengths, and the time to a first token where a prefix is cached. Ratios are of one run.
 
     python scripts/generation.py                     # the shipped model
-    python scripts/generation.py PATH --devices 8    # one that lies in a folder, on 8 CPU devices
+    python scripts/generation.py PATH --devices 8    # a model in a folder, on 8 CPU devices
 """
 
 import argparse
@@ -72,7 +72,7 @@ def compiled(model: kj.Model) -> None:
 
 
 def first_token(model: kj.Model, length: int, repeats: int) -> None:
-    """The time to one token behind a known prefix, of the cache and of a session, against cold."""
+    """The time to one token behind a cached prefix, of the cache and of a session, against cold."""
     known, *questions = prompts(model, [length, *[20] * (repeats + 1)])
     cache = kj.PrefixCache(model, bytes=2**30)
     cold, warm, turn = [], [], []

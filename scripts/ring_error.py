@@ -9,7 +9,7 @@ The table needs no devices: it comes from the definitions in numpy, in bfloat16.
 algorithms on 8 virtual CPU devices at 2048 and 3072 rows of 3584 and 7168 columns, and reports the
 elements that differ from the definitions. It takes some minutes and 4 GB.
 
---model runs the shipped model in bfloat16 over 2, 4 and 8 virtual CPU devices. Ten prompts cut
+--model runs the shipped model in bfloat16 over 2, 4 and 8 virtual CPU devices. Ten prompts taken
 out of the book are prefilled with each reduction; their first tokens are compared with those of
 two_shot, the exact path: whether the best token is the same, and the KL divergence in nats, both
 distributions limited to the 20 best tokens of the exact path and renormalised. The noise of the
@@ -197,7 +197,7 @@ def check_bits() -> None:
 
 @functools.cache
 def program(how: Reduction) -> Callable[[np.ndarray], jax.Array]:
-    """`reduce` on 8 devices: the partials one below the other -> the sums of all ranks alike."""
+    """`reduce` on 8 devices: partials stacked by rank -> the sums, stacked by rank."""
     spec = PartitionSpec("model")
     return jax.jit(
         jax.shard_map(
@@ -219,7 +219,7 @@ def count_differing(partials: np.ndarray, how: Reduction) -> int:
 
 # The price in the shipped model.
 
-CHUNK = 256  # tokens of a prefill step; the last one is completed, so that all are one program
+CHUNK = 256  # tokens of a prefill step; the last is zero-padded, so that all share a program
 LENGTHS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 4096)
 TOP = 20
 RING = "ring_bf16"
@@ -264,7 +264,7 @@ def first_logits(n: int, reduce: str, prompts: list[list[int]], order: Sequence[
     """Logits [prompts, vocab] of the token after each prompt at n ranks."""
     place = kj.Placement(prefill_reduce=reduce, prefill_ring_rows=1)
     model = kj.load(SHIPPED, make_mesh(model=n), place, "bfloat16", chunk=CHUNK, progress=False)
-    model = dataclasses.replace(model, program=dataclasses.replace(model.program))  # traced anew
+    model = dataclasses.replace(model, program=dataclasses.replace(model.program))  # traced again
     room = -(-max(map(len, prompts)) // CHUNK) * CHUNK
     found = []
     with ring_in_order(order):
@@ -314,7 +314,7 @@ def bits_rows(n: int, characters: int) -> Iterator[dict]:
 
 
 def show_model(options: argparse.Namespace) -> None:
-    """Every comparison as soon as it is made, then the bits per byte at the most ranks."""
+    """Every comparison as soon as it is done, then the bits per byte at the most ranks."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", max(options.ranks))
     if not options.json:

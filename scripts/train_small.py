@@ -72,7 +72,7 @@ class Segmenter:
         self.ranks, self.random = ranks, random.Random(seed)
 
     def encode(self, skip: float) -> np.ndarray:
-        """The whole text as ids."""
+        """The full text as ids."""
         return np.array([i for word in self.words for i in self._word(word, skip)], np.int32)
 
     def _word(self, word: bytes, skip: float) -> list[int]:
@@ -97,7 +97,7 @@ def initial(program, seed: int) -> dict[tuple, jax.Array]:
     rng = np.random.default_rng(seed)
     depth = 1 / math.sqrt(2 * program.config.layers)
 
-    def one(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    def initial_value(name: str, shape: tuple[int, ...]) -> np.ndarray:
         role = name.rsplit(".", 1)[-1]
         if role in (
             "norm",
@@ -123,13 +123,13 @@ def initial(program, seed: int) -> dict[tuple, jax.Array]:
         return rng.normal(0, scale / math.sqrt(fan), shape)
 
     return {
-        w.path: jnp.asarray(one(w.names[0], w.shape), jnp.float32)
+        w.path: jnp.asarray(initial_value(w.names[0], w.shape), jnp.float32)
         for w in declare(program.declared)
     }
 
 
 def is_expert(path: tuple) -> bool:
-    """Whether a weight is one of the routed experts'."""
+    """Whether a weight belongs to the routed experts."""
     return "experts" in path
 
 
@@ -176,7 +176,7 @@ def cross_entropy(program, weights: dict, tokens: jax.Array, targets: jax.Array)
 
 
 def make_update(program, optimizer, options):
-    """One optimisation step and the running average of the weights, compiled."""
+    """An optimisation step and the running average of the weights, compiled."""
 
     @jax.jit
     def update(weights, average, moments, key, batch, decay):
@@ -216,8 +216,8 @@ def make_measure(program, held_out: list[int], byte_count: int):
 
 
 def export(program, weights: dict, out: Path, ranks: dict[bytes, int], figures: dict) -> None:
-    """Write the released layout, experts packed; an existing folder is replaced once the new one is
-    whole.
+    """Write the released layout, experts packed; an existing folder is replaced once the new
+    folder is complete.
     """
     ours = {}
     for w in declare(program.declared):
@@ -288,7 +288,7 @@ def rate_at(share: float, options: argparse.Namespace) -> jax.Array:
 
 
 def batches(segmenter: Segmenter, options: argparse.Namespace) -> Iterator[np.ndarray]:
-    """Random windows of ids [batch, window + 1], out of a text that is cut anew now and then."""
+    """Random windows of ids [batch, window + 1], of a text that is tokenized again now and then."""
     rng = np.random.default_rng(options.seed)
     while True:
         ids = segmenter.encode(options.skip)

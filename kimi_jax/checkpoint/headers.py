@@ -48,7 +48,7 @@ class Shard(NamedTuple):
 
 
 class Contents(NamedTuple):
-    """What a folder holds: its tensors, the shard of each one that the index lists, the bytes of
+    """What a folder holds: its tensors, the shard of each tensor in its index, the bytes of
     each shard, and what is wrong with them so far.
     """
 
@@ -73,7 +73,7 @@ def read_folder(folder: Path) -> Contents:
 
 
 def _read_index(folder: Path) -> dict[str, str]:
-    """The shard of each tensor; empty for a checkpoint of one file, which needs no index."""
+    """The shard of each tensor; empty for a checkpoint of a single file, which needs no index."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder")
     path = folder / INDEX_FILE
@@ -160,7 +160,7 @@ def _tensors(shard: str, header: Any, first: int, size: int) -> dict[str, Tensor
 
 def _tensor(shard: str, name: str, entry: Any, first: int) -> Tensor:
     """A header's entry, its offsets counted from the start of the file."""
-    with suppress(KeyError, TypeError, ValueError):  # not a table, or without one of the three
+    with suppress(KeyError, TypeError, ValueError):  # not a table, or a key is missing
         shape, dtype, (start, stop) = entry["shape"], entry["dtype"], entry["data_offsets"]
         if _are_sound(shape, dtype, start, stop):
             return Tensor(tuple(shape), dtype, stop - start, shard, first + start)
@@ -219,7 +219,7 @@ def _disagreements(listed: Mapping[str, str], shards: Mapping[str, Shard]) -> It
 
 
 def _merge(listed: Mapping[str, str], shards: Mapping[str, Shard]) -> dict[str, Tensor]:
-    """The tensors of all shards; of two with one name, that of the index."""
+    """The tensors of all shards; of two with the same name, the tensor in the index's shard."""
     merged: dict[str, Tensor] = {}
     for shard, (tensors, _) in shards.items():
         for name, tensor in tensors.items():

@@ -41,7 +41,7 @@ def inventory_problems(
 
 
 def _by_source(names: Iterable[str]) -> defaultdict[str, dict[int, str]]:
-    """Tensor names by the source of their weight and the number of the expert, 0 without one."""
+    """Tensor names by the source of their weight and the expert's number, 0 for other weights."""
     by_source: defaultdict[str, dict[int, str]] = defaultdict(dict)
     for name in names:
         if "{}" in name:

@@ -19,7 +19,10 @@ ROOT = "language_model."
 LM_HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
 _EXPERTS = "block_sparse_moe."
-_SKIPPED = ("vision_tower.", "mm_projector.")  # the released model sees; this one reads text
+_SKIPPED = (
+    "vision_tower.",
+    "mm_projector.",
+)  # of the vision model, which is not part of this package
 _PADDED_HEADS = 128  # the released a_log is zero-padded to this many
 _MAX_DIMS = 64  # that numpy can slice
 
@@ -107,7 +110,7 @@ class Weight:
         return file.fetch(self.source, part)
 
     def write(self, array: np.ndarray, tensors: Tensors) -> None:
-        """Adds the released form of the weight to `tensors`."""
+        """Adds the weight to `tensors` in the released layout."""
         array = array.reshape(self.file_shape)
         if self.source in tensors and not np.array_equal(tensors[self.source], array):
             raise ValueError(f"{self.name} differs from the weight that it is tied to")
@@ -206,7 +209,7 @@ def weight_table(config: Config, quantization: Quantization, root: str = ROOT) -
     D, Z = config.hidden, config.vocab
     head = _EMBEDDING if config.tie_embeddings else LM_HEAD
     weights = [Weight("embed", f"{root}{_EMBEDDING}", (Z, D))]
-    layers: dict[tuple[bool, bool], list[Weight]] = {}  # of one kind they are alike
+    layers: dict[tuple[bool, bool], list[Weight]] = {}  # layers of a kind have the same weights
     for i in range(config.layers):
         kind = (config.is_mla(i), config.is_dense(i))
         if kind not in layers:
@@ -221,7 +224,7 @@ def weight_table(config: Config, quantization: Quantization, root: str = ROOT) -
 
 
 def _prefixed(name: str, source: str, weights: Iterable[Weight]) -> list[Weight]:
-    """The weights with a prefix before their names and one before those of their tensors."""
+    """The weights, with a prefix for their names and another for the names of their tensors."""
     return [replace(w, name=f"{name}{w.name}", source=f"{source}{w.source}") for w in weights]
 
 
@@ -355,7 +358,7 @@ def _experts(config: Config, quantization: Quantization) -> list[Weight]:
 
 
 def scale_name(name: str) -> str:
-    """The weight that holds the scales of a packed one."""
+    """The weight that holds the scales of a packed weight."""
     stem, role = name.rsplit("w_", 1)
     return f"{stem}s_{role}"
 

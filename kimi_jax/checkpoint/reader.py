@@ -39,7 +39,7 @@ class Checkpoint:
     `tensors` lists what the headers hold, `names` the weights of the model, `quantization` is
     that of the experts, `root` begins every released name, and `bytes_read` counts the weight bytes
     copied so far. Raises one `CheckpointError` with every problem of index, headers and inventory;
-    with tied embeddings, a head that differs from them is one.
+    with tied embeddings, a head that differs from them is a problem too.
     """
 
     def __init__(self, folder: str | os.PathLike[str], config: Config) -> None:

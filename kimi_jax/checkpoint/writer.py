@@ -76,7 +76,7 @@ def save_hf(
 ) -> None:
     """Writes a released checkpoint: config.json, shards of about `shard_bytes` and their index.
 
-    The folder appears complete, by renaming. One that exists is refused with FileExistsError,
+    The folder appears complete, by renaming. A folder that exists is refused with FileExistsError,
     unless `overwrite` is set and it is empty or holds a config.json.
     """
     folder = Path(folder)
@@ -122,7 +122,7 @@ def _write_shards(folder: Path, tensors: Mapping[str, np.ndarray], shard_bytes: 
 
 
 def _split(tensors: Mapping[str, np.ndarray], shard_bytes: int) -> Iterator[Tensors]:
-    """The tensors in order, a shard at a time; one that is larger than a shard gets its own."""
+    """The tensors in order, a shard at a time; a larger tensor gets a shard to itself."""
     shard: Tensors = {}
     size = 0
     for name in tensors:

@@ -52,7 +52,7 @@ def add(commands: Any) -> None:
 
 
 def _add_measurements(command: argparse.ArgumentParser) -> None:
-    """What is measured instead of prefill and decode, one of these at a time."""
+    """What is measured instead of prefill and decode: at most one of these."""
     add = command.add_argument_group("instead of prefill and decode, one of").add_argument
     help_context = (
         "the time a token takes at the end of contexts of S tokens (2048,8192,32768), and the part "
@@ -190,8 +190,8 @@ def _compiled(options: argparse.Namespace, mesh: Any, place: Any) -> Measured:
     T = options.prompt
     title = f"a step of {options.compile}, {B} x {T} tokens, {slots} slots, {mesh_text(mesh)}"
     compiled, seconds = compile_step(program, B, T, slots)
-    memory = compiled.memory_analysis()
-    row = (*seconds.values(), memory.argument_size_in_bytes, memory.temp_size_in_bytes)
+    sizes = compiled.memory_analysis()
+    row = (*seconds.values(), sizes.argument_size_in_bytes, sizes.temp_size_in_bytes)
     return Measured(title, measure.COMPILE_COLUMNS, [row])
 
 

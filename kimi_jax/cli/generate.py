@@ -158,13 +158,13 @@ def _stream(model: Any, prompt: str | list[int], settings: dict[str, Any]) -> No
 def _compile(model: Any, ids: list[int], settings: dict[str, Any]) -> None:
     """Compiles what these ids will run, so that compiling is not counted into their speed.
 
-    Each width of prompt piece runs once on its own, with room for as many tokens in all.
+    Each width of prompt chunk runs once by itself, in a state of the same length.
     """
     total = min(len(ids) + settings["max_new_tokens"], model.config.max_positions)
     for width in {min(model.chunk, len(ids) - at) for at in range(0, len(ids), model.chunk)}:
         longest = total - width
-        fewest = min(settings["min_new_tokens"], longest)
-        room = {**settings, "max_new_tokens": longest, "min_new_tokens": fewest}
+        min_new_tokens = min(settings["min_new_tokens"], longest)
+        room = {**settings, "max_new_tokens": longest, "min_new_tokens": min_new_tokens}
         for _ in itertools.islice(model.stream(ids[:width], **room), 2):
             pass
 
@@ -194,7 +194,11 @@ def _print_logprobs(model: Any, logprobs: Sequence[Any]) -> None:
         return repr(model.tokenizer.decode([token])) if model.tokenizer else str(token)
 
     rows = [
-        (say(one.token), f"{one.logprob:.3f}", "  ".join(f"{say(i)} {p:.3f}" for i, p in one.top))
-        for one in logprobs
+        (
+            say(entry.token),
+            f"{entry.logprob:.3f}",
+            "  ".join(f"{say(i)} {p:.3f}" for i, p in entry.top),
+        )
+        for entry in logprobs
     ]
     print_table("log-probabilities in nats", ("token", "its own", "best"), rows)

@@ -134,7 +134,7 @@ def _sizes(config: Any) -> Iterator[tuple[str, str]]:
 
 
 def _groups(checkpoint: Any, config: Any) -> Iterator[tuple[str, ...]]:
-    """A row for all tensors of one role and form: part, name, count, shape, dtype, bytes."""
+    """A row for all tensors alike in role, shape, dtype: part, name, count, shape, dtype, bytes."""
     counts: Counter[tuple] = Counter()
     nbytes: Counter[tuple] = Counter()
     rows: Counter[str] = Counter()  # of each part

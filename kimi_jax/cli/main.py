@@ -22,7 +22,7 @@ COMMANDS = (generate, chat, plan, inspect, bench)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    0: done. 1: failed for a reason that nobody foresaw. 2: the options, a prompt or the files
+    0: done. 1: an unexpected failure. 2: the options, a prompt or the files
     cannot be used, and the message says why. 130: stopped by Ctrl-C.
     """
     code, reason = _run(argv)
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> tuple[int, str]:
-    """The exit code of one command, and why it ended early if it did."""
+    """The exit code of a command, and why it ended early if it did."""
     try:
         prepare_streams()
         options = make_parser().parse_args(argv)

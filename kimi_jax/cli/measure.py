@@ -1,7 +1,7 @@
 """What `kimi-jax bench` measures: prefill and decode, steps at the end of long contexts, ways of
 running experts and of reducing sums over ranks; and the profile that it records.
 
-Figures are medians of one run on one machine; only their ratios mean something elsewhere.
+Figures are medians of a single run on one machine; only their ratios carry over to others.
 """
 
 import contextlib
@@ -96,7 +96,7 @@ def _random_read(program: Program) -> Callable:
 
 
 def speed(model: Model, T: int, batches: Sequence[int], steps: int) -> Iterator[Row]:
-    """A row for prefill, of the first batch size, and one for decode of each batch size."""
+    """A row for prefill of the first batch size, and a row for decode of each batch size."""
     slots = capacity(T + steps + 1, model.config.max_positions)
     rng = np.random.default_rng(0)
     for at, B in enumerate(batches):
@@ -263,8 +263,8 @@ def crossover(measured: Sequence[Row]) -> int | None:
 
 
 def local_below(measured: Sequence[Row]) -> int:
-    """The row count from which exchanging is faster; one more than the largest that was measured
-    where it never is.
+    """The row count from which exchanging is faster; where it never is, the largest measured
+    row count plus 1.
     """
     first = crossover(measured)
     return int(measured[-1][0]) + 1 if first is None else first
@@ -290,7 +290,7 @@ def reductions(width: int, mesh: Mesh, dtype: str | None) -> Iterator[Row]:
 
 def ring_from(rows: Sequence[Row]) -> tuple[int, int] | None:
     """The row count from which ring_bf16 is faster than sum, twice in a row and by 2 %, and its
-    pieces: the smallest such count, with the fewest pieces; None where it never is.
+    pieces: the smallest of these counts, then the fewer pieces; None where it never is.
     """
     found = []
     for pieces in REDUCE_PIECES:

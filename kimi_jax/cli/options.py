@@ -25,7 +25,7 @@ HELP = {"dtype": "type of weights and activations"}
 def add_command(
     commands: Any, name: str, run: Callable[[argparse.Namespace], int], about: str, examples: str
 ) -> argparse.ArgumentParser:
-    """Add a command: the function that runs it, one line about it, and its examples."""
+    """Add a command: the function that runs it, a line about it, and its examples."""
     command = commands.add_parser(
         name,
         help=about,

@@ -61,7 +61,7 @@ class Config:
     situ_beta: float
     situ_linear_beta: float
 
-    index_heads: int  # J of the key selection of K3.1; without one 0, as the next two
+    index_heads: int  # J, of K3.1's key selection; K3 has 0 here and in the next two
     index_dim: int  # I
     index_topk: int  # U, keys that a query attends to
     quantized: bool  # experts in MXFP4; a checkpoint shows which tensors are packed

@@ -137,11 +137,11 @@ def _load_table(path: Path) -> Mapping[str, Any] | None:
 
 
 def _fields(top: Section, generation: Section) -> dict[str, Any]:
-    """Every field of `Config`; one with a problem is None or missing."""
+    """Every field of `Config`; a field with a problem is None or missing."""
     text = top.table("text_config") if "text_config" in top.values else top
     if text is None:
         return {}
-    text.path = ""  # a key is named the same in both forms
+    text.path = ""  # a key has the same name nested or not
     values = text.read_all(keys.TEXT) | _read_groups(text)
     for field in (keys.BOS, keys.PAD):
         values[field.name] = _holder(text, top, field.keys[0]).read(field)
@@ -165,7 +165,7 @@ def _broken_rules(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _holder(text: Section, top: Section, key: str) -> Section:
-    """The level that holds the key: the decoder's, or else the top one."""
+    """The level that holds the key: the decoder's, or else the top level."""
     return text if text.values.get(key) is not None else top
 
 

@@ -1,5 +1,5 @@
 """What a released `config.json` may say: the keys, what their values must be, which field of
-`Config` each one fills, and what must hold between fields.
+`Config` that each fills, and what must hold between fields.
 
 Unusual here: no key is skipped because it is unknown. A key fills a field, or has one settled value
 that this code computes, or stands in a list of keys that change no result; any other is refused.
@@ -124,10 +124,10 @@ LINEAR = (  # in linear_attn_config
     Field("decay_lower_bound", ("gate_lower_bound",), NEGATIVE, default=None),  # absent: softplus
     Field("full_rank_gate", ("use_full_rank_gate",), FLAG),
 )
-# Layer numbers are 1-based in files. mla_layers is full_attn_layers less one, sorted.
+# Layer numbers are 1-based in files. mla_layers is full_attn_layers minus 1, sorted.
 KDA_LAYERS = Field("kda_layers", ("kda_layers",), LAYERS)
 FULL_LAYERS = Field("full_attn_layers", ("full_attn_layers",), LAYERS)
-DSA = (  # in dsa_config; 0 without one
+DSA = (  # in dsa_config; 0 without this table
     Field("index_heads", ("index_n_heads", "n_heads", "num_heads", "index_num_heads"), SIZE),
     Field("index_dim", ("index_head_dim", "head_dim"), SIZE),
     Field("index_topk", ("index_topk", "topk", "top_k"), SIZE),
@@ -214,7 +214,7 @@ IRRELEVANT = frozenset(
     begin_suppress_tokens generation_config
     """.split()
 )
-# Of the top level of a released file: the vision model, and how others serve the whole.
+# Of the top level of a released file: the vision model, and how other engines serve it.
 VISION = ("vision_", "media_", "image_", "video_")  # prefixes of keys
 SERVING = frozenset("use_unified_vision_chunk encoder_only language_only".split())
 IRRELEVANT_QUANTIZATION = frozenset(

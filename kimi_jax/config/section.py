@@ -68,7 +68,7 @@ class Section:
         return None if values is None else Section(values, self.problems, path)
 
     def check_fixed(self, fixed: Mapping[str, Fixed]) -> None:
-        """Note every key whose value is not the settled one."""
+        """Note every key whose value differs from the settled value."""
         for key, rule in fixed.items():
             value = self.values.get(key)
             if value is None and rule.required:
@@ -88,7 +88,7 @@ class Section:
 
 
 def _form_fault(value: Any) -> str | None:
-    """What is wrong with the form of a value: how deep it is, and keys that are not text."""
+    """What is wrong with the structure of a value: how deep it is, and keys that are not text."""
     pending: list[tuple[Any, int]] = [(value, 1)]
     seen: dict[int, int] = {}  # the level at which a table or list has been looked at
     while pending:

@@ -16,7 +16,7 @@ EFFORTS = ("low", "high", "max")
 TOOL_CHOICES = ("auto", "required", "none")
 RESPONSE_FORMATS = ("text", "json_object", "json_schema")
 
-_THINKING_KEYS = ("reasoning_content", "reasoning", "thinking")  # names in use for one thing
+_THINKING_KEYS = ("reasoning_content", "reasoning", "thinking")  # names in use for the same key
 _KEYS = {
     "system": ("name", "tools"),
     "user": ("name",),
@@ -53,7 +53,7 @@ class Turn:
 
 
 def call_id(name: str, index: int) -> str:
-    """The id of a reply's call number `index`, and of a call that was given without one."""
+    """The id of a reply's call number `index`, and of a call that was given without an id."""
     return f"{name}:{index}"
 
 
@@ -233,7 +233,7 @@ def _read_thinking(place: str, message: dict, problems: list[str]) -> str:
         problems.append(f"{place}: {_THINKING_KEYS[0]} must be text, got {shown(wrong[0])}")
         return ""
     if len(set(given)) > 1:
-        problems.append(f"{place}: {' and '.join(_THINKING_KEYS)} are one thing, and differ")
+        problems.append(f"{place}: {' and '.join(_THINKING_KEYS)} mean the same, but differ")
     return given[0] if given else ""
 
 
@@ -262,7 +262,7 @@ def _read_calls(place: str, calls: Any, problems: list[str]) -> tuple[Call, ...]
 
 
 def _read_arguments(place: str, arguments: Any, problems: list[str]) -> dict[str, Any] | str:
-    """Arguments by name, given as such or as JSON; what is not an object stays text."""
+    """Arguments by name, given as an object or as JSON; what is not an object stays text."""
     if arguments is None:
         return {}
     if isinstance(arguments, str):

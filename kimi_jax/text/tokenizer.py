@@ -77,14 +77,14 @@ class Tokenizer:
         self._bytes = {token: piece for piece, token in ranks.items()} | self._special_bytes
         self.vocab_size = max(self._bytes) + 1
         self._markers = _Markers(special)
-        # tiktoken is told of no special token, so that it cannot produce one.
+        # tiktoken is told of no special token, so that it cannot produce any.
         self._encoding = tiktoken.Encoding(
             "kimi", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={}
         )
 
     @staticmethod
     def is_in(path: str | os.PathLike[str]) -> bool:
-        """Whether a folder holds tokenizer files at all, one of the two being enough to expect
+        """Whether a folder holds tokenizer files at all, either of the two being enough to expect
         both.
         """
         return any(os.path.lexists(Path(path) / name) for name in (RANKS_FILE, CONFIG_FILE))
@@ -164,10 +164,10 @@ class Tokenizer:
 
 
 class _Markers:
-    """Finds special contents in text: the first one, and of those at one place the longest.
+    """Finds special contents in text: the first, and of those at the same place the longest.
 
-    Unusual here: not one regular expression of all contents, since a vocabulary may reserve
-    160,000. Contents are looked up by length at each place where one may begin.
+    Unusual here: not a regular expression of all contents, since a vocabulary may reserve
+    160,000. Contents are looked up by length at each place where they may begin.
     """
 
     def __init__(self, ids: dict[str, int]):
@@ -260,7 +260,7 @@ class _Pairs:
         return min((pair for pair, count in self._counts.items() if count == most > 0), default=b"")
 
     def merge(self, joined: bytes) -> None:
-        """Makes each pair that joins to these bytes one part."""
+        """Merges each pair that joins to these bytes."""
         for index in self._where.pop(joined):
             self._count(index, -self._times[index])
             self._words[index] = _merged(self._words[index], joined)
@@ -274,7 +274,7 @@ class _Pairs:
 
 
 def _merged(word: list[bytes], joined: bytes) -> list[bytes]:
-    """The word with each pair that makes `joined` as one part, from left to right."""
+    """The word with each pair that makes `joined` merged, from left to right."""
     merged: list[bytes] = []
     for part in word:
         if merged and merged[-1] + part == joined:

@@ -2,7 +2,7 @@
 
 `tiktoken.model` has a line `base64 rank` for each token; `tokenizer_config.json` names the special
 tokens by id in `added_tokens_decoder`. Special ids begin where the ranks end, so a rank file that
-was cut off is noticed.
+was truncated is noticed.
 """
 
 import base64
@@ -185,7 +185,7 @@ def _rank_problems(ranks: dict[bytes, int]) -> list[str]:
 
 
 def _gap_problems(ranks: dict[bytes, int], special: dict[str, int]) -> list[str]:
-    """Ids between the last rank and the first special token: a rank file that was cut off."""
+    """Ids between the last rank and the first special token: a truncated rank file."""
     last = max(ranks.values())
     content, first = min(special.items(), key=lambda item: item[1], default=("", last + 1))
     if first <= last + 1:

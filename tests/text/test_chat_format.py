@@ -167,7 +167,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
         ([ASKS, *RESULTS, RESULTS[0]], "message 3: call 'x' has a result already"),
         ([ASKS, *RESULTS, {"role": "tool", "content": ""}], "message 3: tool_call_id must name"),
         ([{"role": "assistant", "content": "", "reasoning": 3}], "reasoning_content must be text"),
-        ([{"role": "assistant", "reasoning": "a", "thinking": "b"}], "are one thing, and differ"),
+        ([{"role": "assistant", "reasoning": "a", "thinking": "b"}], "mean the same, but differ"),
         ([{"role": "assistant", "tool_calls": 3}], "message 0: tool_calls must be a list"),
         ([{"role": "assistant", "tool_calls": [{}]}], "call 0 is not a call of a named function"),
     ],
