@@ -11,7 +11,7 @@ from ..text.chat_format import Markup, render
 from ..text.reply_parser import ChatEvent, ReplyParser
 from ..text.tool_calls import ToolCall
 from .generate import start
-from .option_checks import ids_of
+from .option_checks import ids_of, of_one_prompt
 from .options import (
     CHAT_MAX_NEW_TOKENS,
     CHAT_TEMPERATURE,
@@ -21,7 +21,7 @@ from .options import (
     described,
 )
 from .prefix_cache import PrefixCache
-from .prompts import TextRunner
+from .prompts import TextRunner, items_of
 from .requests import Usage
 from .session_state import SessionState
 
@@ -149,10 +149,12 @@ def chat(
     Messages, tools, `thinking_effort`, `tool_choice` and `response_format` as in
     `kimi_jax.text.chat_format.render`: they tell the model what is wanted, and nothing makes it
     comply. `prefix_cache` and `session` as in `generate`; the prompt is the session's full
-    conversation. `stop` is looked for in the answer's text alone. A reply always ends at
+    conversation. `stop` is searched for in each channel of the answer; a list with one value
+    is that value, as for one prompt. A reply always ends at
     <|end_of_msg|>, whatever `stop_tokens` says. Raises `ChatError` or `PromptError` before anything
     runs.
     """
+    options = of_one_prompt(options)
     prompt = render(
         model.tokenizer, messages, tools, thinking, thinking_effort, tool_choice, response_format
     )
@@ -187,8 +189,7 @@ def _with_defaults(model: TextRunner, options: dict[str, Any], end: int) -> Opti
 
 
 def _stop_strings(stop: Any) -> tuple[str, ...]:
-    stops = [stop] if isinstance(stop, str) else [] if stop is None else stop
-    are_texts = isinstance(stops, list | tuple) and all(isinstance(text, str) for text in stops)
-    if not are_texts or "" in stops:
+    stops = [stop] if isinstance(stop, str) else [] if stop is None else items_of(stop)
+    if stops is None or not all(isinstance(text, str) and text for text in stops):
         raise ChatError(f"stop must be strings of at least one character, got {shown(stop)}")
-    return tuple(stops)
+    return tuple(map(str, stops))

@@ -60,6 +60,16 @@ def _is_one_a_prompt(name: str, value: Any) -> bool:
     return True
 
 
+def of_one_prompt(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options by name, of which a list with the value of the only prompt is that value."""
+    return {
+        name: items[0]
+        if (items := items_of(value)) and len(items) == 1 and _is_one_a_prompt(name, value)
+        else value
+        for name, value in given.items()
+    }
+
+
 def ids_of(value: Any) -> list | None:
     """The items of a list, an array or a set."""
     return list(value) if isinstance(value, set | frozenset) else items_of(value)

@@ -125,7 +125,7 @@ class PrefixCache:
         self.model = model
         self._width = model.program.stripes.window(model.chunk)
         self._entry = model.program.row_bytes(self._width)
-        if not is_whole(bytes, self._entry):
+        if not is_whole(bytes, self._entry, 2**63 - 1):
             raise ValueError(
                 f"bytes must be a whole number of at least {self._entry:,}, what {model.chunk} "
                 f"tokens leave on a device; got {shown(bytes)}"

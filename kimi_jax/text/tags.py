@@ -84,6 +84,8 @@ class HeaderText:
         end = len(name)
         if end == len(text):
             return any(tag.startswith(name) for tag in ATTRIBUTES) and not self.is_long
+        if not self.opens or "=" in text[end:]:
+            return False  # an attribute has begun: of a call, or lost with what stands in it
         while attribute := _ATTRIBUTE.match(text, end):
             end = attribute.end()
         begun = _BEGUN_ATTRIBUTE.fullmatch(text, end)

@@ -11,6 +11,7 @@ import kimi_jax as kj
 from kimi_jax.cli.options import SHIPPED
 from kimi_jax.generation import generate as g
 from kimi_jax.generation import prompts
+from kimi_jax.generation.option_checks import of_one_prompt
 from kimi_jax.generation.options import Options, option_help
 
 SAMPLING = dict(max_new_tokens=6, stop_tokens=[])
@@ -293,3 +294,13 @@ def test_an_option_that_is_not_one_is_a_type_error(model):
     for call in (model.generate, model.stream, model.session().generate):
         with pytest.raises(TypeError, match="temprature"):
             call([1], temprature=1.0)
+
+
+def test_a_list_of_one_value_is_that_value_in_a_turn_of_chat():
+    given = {"stop_tokens": [[1, 2]], "stop": [None], "temperature": [0.5], "sampling": [None]}
+    given |= {"logit_bias": [{3: 1.0}], "max_new_tokens": 4, "seed": [1, 2]}
+    expected = {"stop_tokens": [1, 2], "stop": None, "temperature": 0.5, "sampling": None}
+    expected |= {"logit_bias": {3: 1.0}, "max_new_tokens": 4, "seed": [1, 2]}
+    assert of_one_prompt(given) == expected
+    shared = {"stop_tokens": [1], "stop": ["."]}  # of all prompts: not one a prompt
+    assert of_one_prompt(shared) == shared

@@ -105,6 +105,9 @@ def test_what_does_not_fit_is_refused(one, folder):
     for bytes in (0, least - 1, True):
         with pytest.raises(ValueError, match=f"at least {least:,}.*{bytes!r}"):
             kj.PrefixCache(one, bytes)
+    for bytes in (10**400, 10**5000, 2**63):
+        with pytest.raises(ValueError, match="bytes must be a whole number"):
+            kj.PrefixCache(one, bytes)
     with pytest.raises(ValueError, match=r"bytes=9,0.*more than the .* of a device"):
         kj.PrefixCache(one, 9 * 10**15)
     cache = cache_of(one, 1)

@@ -250,6 +250,9 @@ def test_a_close_of_thinking_that_was_never_opened(text, thought, answer):
         ("<|open|>tools<|sep|>a<|close|>tools<|sep|>", "", "text between tool calls was left out"),
         ("<|open|>" + "a" * 8193 + "<|sep|>", "", "a tag of more than 8,192 characters"),
         ("<|open|>" + "a" * 8193, "", "a tag of more than 8,192 characters"),
+        ('x<|close|>argument key="The answer is 42. It is long', "", "a tag without end"),
+        ('x<|close|>json type="I would like', "", "a tag without end"),
+        ('x<|open|>argument key="The answer is 42.', "", "a tag without end"),
     ],
 )
 def test_what_a_broken_tag_costs_is_said(text, answer, problem):
@@ -264,7 +267,7 @@ def test_what_a_broken_tag_costs_is_said(text, answer, problem):
 def test_a_tag_that_the_end_cut_is_no_problem(tag):
     _, parser = parsed(ids("hm<|open|>" + tag))
     assert said(parser) == ("hm", "", [])
-    assert (parser.problems == []) == ("x=" not in tag)
+    assert (parser.problems == []) == ("=" not in tag)
 
 
 @pytest.mark.parametrize(
