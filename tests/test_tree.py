@@ -63,12 +63,6 @@ def late(modules) -> set[tuple[str, str]]:
     }
 
 
-# What does not keep a rule yet. Each list is exactly what is found, so that it can only shrink.
-NAME_AXES: set[str] = set()
-LONG_FILES: set[str] = set()
-LONG_CLASSES = {"kimi_jax.model.mla.MLA"}
-
-
 def test_every_file_stands_in_a_room():
     assert {module.room for module in MODULES.values()} <= {*LEVEL_OF, *ENTRANCES}
 
@@ -86,16 +80,16 @@ def test_imports_form_no_circle():
 
 
 def test_mesh_axes_are_named_in_parallel_and_runtime_alone():
-    assert set(house.axis_lines(MODULES)) == NAME_AXES
+    assert set(house.axis_lines(MODULES)) == set()
 
 
 def test_files_are_short():
-    assert {name for name, module in MODULES.items() if module.lines > 450} == LONG_FILES
+    assert {name for name, module in MODULES.items() if module.lines > 450} == set()
 
 
 def test_classes_are_short():
     lengths = house.class_lengths(MODULES)
-    assert {name for name, lines in lengths.items() if lines > 200} == LONG_CLASSES
+    assert {name for name, lines in lengths.items() if lines > 200} == set()
 
 
 def test_folders_are_small():

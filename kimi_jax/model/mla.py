@@ -325,7 +325,10 @@ class MLA(nnx.Module):
 
         # Each rank ranks its own keys, a block of queries at a time, so that memory follows the
         # block and not the prompt.
-        find = lambda block: self._local_candidates(block, index_keys, step)  # noqa: E731
+        keep = self.config.index_topk
+        find = functools.partial(
+            _local_candidates, self.indexer, index_keys=index_keys, step=step, keep=keep
+        )
         queries = self._queries_per_block(state)
         arrays = (x, query_latent, step.positions)
         scores, slots = over_queries(find, arrays, step.valid, queries)
@@ -337,29 +340,7 @@ class MLA(nnx.Module):
         with jax.named_scope("selection"):
             positions = step.positions_of(slots)
             axes = step.place.axes(Role.CACHED_KEYS)
-            return slots, keep_best(scores, positions, self.config.index_topk, limit, axes)
-
-    def _local_candidates(
-        self,
-        queries: tuple[Array, Array, Array],
-        index_keys: Shaped[Array, "G B S I"],
-        step: Step,
-    ) -> tuple[Float[Array, "B T U"], Int[Array, "B T U"]]:
-        """The scores and slots of this rank's best keys for queries (x, query latent, position),
-        the best first, out of all slots that hold keys and some of the empty ones.
-        """
-        x, query_latent, positions = queries
-        index_q, head_weights = self.indexer.queries(x, query_latent)
-
-        def among(slots: int) -> tuple[Array, Array]:
-            block = min(KEY_BLOCK, slots)
-            scores = score_cache(index_q, head_weights, index_keys, positions, step, block, slots)
-            return candidates(scores, self.config.index_topk)
-
-        # The narrowest of a few widths that holds all keys.
-        widths = selection_widths(index_keys.shape[2], self.config.index_topk)
-        which = sum((step.max_local_keys <= width).astype(jnp.int32) for width in widths[1:])
-        return jax.lax.switch(which, [functools.partial(among, width) for width in widths])
+            return slots, keep_best(scores, positions, keep, limit, axes)
 
     def _queries_per_block(self, state: MLAState) -> int:
         """Queries of a block, by the largest array that it makes for each: a row per selected key,
@@ -371,6 +352,30 @@ class MLA(nnx.Module):
 
 
 IMPLEMENTATIONS = {"absorbed": MLA.absorbed, "expanded": MLA.expanded}
+
+
+def _local_candidates(
+    indexer: Indexer,
+    queries: tuple[Array, Array, Array],
+    index_keys: Shaped[Array, "G B S I"],
+    step: Step,
+    keep: int,
+) -> tuple[Float[Array, "B T U"], Int[Array, "B T U"]]:
+    """The scores and slots of this rank's best keys for queries (x, query latent, position),
+    the best first, out of all slots that hold keys and some of the empty ones.
+    """
+    x, query_latent, positions = queries
+    index_q, head_weights = indexer.queries(x, query_latent)
+
+    def among(slots: int) -> tuple[Array, Array]:
+        block = min(KEY_BLOCK, slots)
+        scores = score_cache(index_q, head_weights, index_keys, positions, step, block, slots)
+        return candidates(scores, keep)
+
+    # The narrowest of a few widths that holds all keys.
+    widths = selection_widths(index_keys.shape[2], keep)
+    which = sum((step.max_local_keys <= width).astype(jnp.int32) for width in widths[1:])
+    return jax.lax.switch(which, [functools.partial(among, width) for width in widths])
 
 
 def selection_widths(slots: int, keep: int) -> list[int]:
