@@ -29,6 +29,7 @@ ROLES = {
     "config": "sizes and switches of a model",
     "errors": "errors and quoted values",
     "numerics": "checks of numbers, dtypes",
+    "progress": "progress bars",
     "files": "reading files safely",
 }
 WIDTH, HEIGHT, ROW = 3.1, 0.8, 1.5  # of a box, and from one row of boxes to the next

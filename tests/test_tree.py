@@ -32,7 +32,7 @@ LEVELS = (
     ("model",),
     ("parallel",),
     ("config",),
-    ("files",),
+    ("files", "progress"),
     ("numerics", "errors"),
 )
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}

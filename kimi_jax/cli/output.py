@@ -107,7 +107,7 @@ def console(stderr: bool = False) -> Any:
     """A rich console as wide as the terminal, whatever the environment says of its size."""
     from rich.console import Console
 
-    from ..runtime.progress import terminal_size
+    from ..progress import terminal_size
 
     width, height = terminal_size()
     return Console(stderr=stderr, markup=False, highlight=False, width=width, height=height)

@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import PromptError, shown
 from ..numerics import is_whole
 from ..parallel.processes import agree, together
-from ..runtime.progress import Progress
+from ..progress import Progress
 from ..runtime.sampling import TokenLogprob
 from ..text.stops import TextBuilder
 from ..text.tokenizer import Tokenizer

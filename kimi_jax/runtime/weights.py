@@ -6,8 +6,8 @@ from typing import Any
 from jaxtyping import Array
 
 from ..model.decoder import build, declare, slice_sizes
+from ..progress import Progress
 from .program import Program
-from .progress import Progress
 
 
 def load_weights(

@@ -7,7 +7,7 @@ import pytest
 from conftest import ROOT
 
 import kimi_jax as kj
-from kimi_jax.runtime.progress import Progress
+from kimi_jax.progress import Progress
 
 SHIPPED = ROOT / "kimi_jax" / "shipped"
 
