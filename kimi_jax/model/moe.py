@@ -102,7 +102,7 @@ class MoE(nnx.Module):
         local_rows, all_rows = step.local_rows(x), step.all_rows(x) if needs_all_rows else x
 
         # Route the local rows and sum their experts, wherever those are.
-        active = collectives.own_rows(step.valid.reshape(-1))
+        active = collectives.local_rows(step.valid.reshape(-1))
         z, logits = self._latents_and_logits(local_rows, all_rows, step)
         ids, weights = self._route(logits, active)
         routed = self._norm(combine(z, ids, weights, step).astype(x.dtype))
@@ -139,7 +139,7 @@ class MoE(nnx.Module):
         z, logits = self._join_columns(columns, z, logits)
         partial = self._gather_and_run(z, *self._route(logits, active), step)
         sums = collectives.all_reduce(partial, step.reduction)
-        routed = linear(collectives.own_columns(self._norm(sums)), self.w_latent_up[...])
+        routed = linear(collectives.local_columns(self._norm(sums)), self.w_latent_up[...])
         return collectives.all_reduce(routed + shared, step.reduction)
 
     @jax.named_scope("experts")
@@ -221,4 +221,4 @@ class MoE(nnx.Module):
             return jnp.zeros_like(x)
         if self._shards_shared(step):
             return self.shared(x)
-        return collectives.among_zeros(self.shared(collectives.own_rows(x)), len(x))
+        return collectives.zero_padded_rows(self.shared(collectives.local_rows(x)), len(x))

@@ -104,7 +104,7 @@ class Step:
 
     def local_rows(self, x: Float[Array, "P D"]) -> Float[Array, "c D"]:
         """The residual rows that a rank holds -> the slice that only this rank works on."""
-        return x if self.is_sliced else collectives.own_rows(x)
+        return x if self.is_sliced else collectives.local_rows(x)
 
     def attention_rows(self, x: Float[Array, "P D"]) -> Float[Array, "B T D"]:
         """The residual rows that a rank holds -> all rows of its requests."""
@@ -123,7 +123,7 @@ class Step:
         if self.is_sliced:
             scattered = [collectives.reduce_scatter(_sum(partial), how)] if partial else []
             return _sum([*local, *scattered])
-        embedded = [collectives.among_zeros(rows, self.rows) for rows in local]
+        embedded = [collectives.zero_padded_rows(rows, self.rows) for rows in local]
         return collectives.all_reduce(_sum([*embedded, *partial]), how)
 
     # Cached keys: replicated, or striped over the model ranks.

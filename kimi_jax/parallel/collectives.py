@@ -57,7 +57,7 @@ def embed(table: Float[Array, "Z D"], tokens: Int[Array, "*rows"]) -> Float[Arra
 # Local rows and columns.
 
 
-def own_rows(x: Array, axis: Axis = DEFAULT_AXIS) -> Array:
+def local_rows(x: Array, axis: Axis = DEFAULT_AXIS) -> Array:
     """The rows of x that are local to this rank, zero-padded; moves nothing."""
     n = ranks(axis)
     if n == 1:
@@ -66,8 +66,8 @@ def own_rows(x: Array, axis: Axis = DEFAULT_AXIS) -> Array:
     return jax.lax.dynamic_slice_in_dim(_zero_pad(x, n * c), rank(axis) * c, c)
 
 
-def among_zeros(own: Array, rows: int, axis: Axis = DEFAULT_AXIS) -> Array:
-    """Inverse of `own_rows`: all rows, exactly zero but for the local ones; moves nothing."""
+def zero_padded_rows(own: Array, rows: int, axis: Axis = DEFAULT_AXIS) -> Array:
+    """Inverse of `local_rows`: all rows, exactly zero but for the local ones; moves nothing."""
     n, c = ranks(axis), own.shape[0]
     if n == 1:
         return own
@@ -75,7 +75,7 @@ def among_zeros(own: Array, rows: int, axis: Axis = DEFAULT_AXIS) -> Array:
     return jax.lax.dynamic_update_slice_in_dim(zeros, own, rank(axis) * c, 0)[:rows]
 
 
-def own_columns(x: Float[Array, "P L"], axis: Axis = DEFAULT_AXIS) -> Array:
+def local_columns(x: Float[Array, "P L"], axis: Axis = DEFAULT_AXIS) -> Array:
     """The columns of x that are local to this rank; moves nothing."""
     size = x.shape[1] // ranks(axis)
     return jax.lax.dynamic_slice_in_dim(x, rank(axis) * size, size, 1)
@@ -265,7 +265,7 @@ def reduce_scatter(
     if n == 1:
         return partial
     if how.granule_rows:
-        return own_rows(all_reduce(partial, how, axis), axis)
+        return local_rows(all_reduce(partial, how, axis), axis)
     how.check(n)
     chunks = split_chunks(partial, n)
     if how.algorithm == "sum":

@@ -51,7 +51,7 @@ def ragged_on_cpu(monkeypatch):
 def sublayer(module, x, active, step):
     """All rows in, all rows out, whatever the rank holds between them."""
     step = step_with(active, step)
-    y = module(collectives.own_rows(x) if step.is_sliced else x, step)
+    y = module(collectives.local_rows(x) if step.is_sliced else x, step)
     return step.all_rows(y)
 
 

@@ -70,8 +70,8 @@ def test_rows_and_columns_are_cut_and_joined(data, model, axis):
 
     def move(x):
         P = len(x)
-        own, columns = collectives.own_rows(x, axis), collectives.own_columns(x, axis)
-        zeros = collectives.among_zeros(own, P, axis)
+        own, columns = collectives.local_rows(x, axis), collectives.local_columns(x, axis)
+        zeros = collectives.zero_padded_rows(own, P, axis)
         return dict(
             own=own,
             zeros=zeros,
@@ -123,7 +123,7 @@ def test_a_reduce_scatter_gives_the_rows_of_the_all_reduce(data, model, axis):
     def both(x):
         scattered = collectives.reduce_scatter(x, axis=axis)
         total = collectives.all_reduce(x, axis=axis)
-        rows = collectives.own_rows(total, axis)
+        rows = collectives.local_rows(total, axis)
         return total, scattered, rows
 
     run = quick_jit(per_device(both, data, model))
@@ -166,13 +166,13 @@ def test_embedding_is_a_table_lookup_with_padded_vocabulary(n):
 
 def test_one_device_runs_without_collectives():
     def everything(x, table, tokens):
-        own = collectives.own_rows(x)
-        columns = collectives.columns_to_rows(collectives.own_columns(x))
+        own = collectives.local_rows(x)
+        columns = collectives.columns_to_rows(collectives.local_columns(x))
         return (
             collectives.all_reduce(x, axis=BOTH),
             collectives.all_gather(x, 0),
             collectives.reduce_scatter(x),
-            collectives.among_zeros(own, 3),
+            collectives.zero_padded_rows(own, 3),
             columns,
             collectives.rows_to_columns(own, 3),
             embed(table, tokens),

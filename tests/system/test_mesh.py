@@ -27,7 +27,7 @@ from kimi_jax.checkpoint.reader import Checkpoint
 from kimi_jax.model.decoder import build, declare, slice_sizes
 from kimi_jax.model.implementations import Implementations
 from kimi_jax.model.step import Step
-from kimi_jax.parallel.collectives import own_rows
+from kimi_jax.parallel.collectives import local_rows
 from kimi_jax.runtime.program import make_program
 
 P, BOTH = kj.Placement, ("data", "model")
@@ -394,8 +394,8 @@ def test_slices_on_four_ranks_join_to_the_whole(P_rows, own):
     x = np.random.default_rng(0).normal(size=(P_rows, 6))
 
     def slices(x):
-        own = own_rows(x)
-        return own, step.all_rows(own), own_rows(step.valid.reshape(-1))
+        own = local_rows(x)
+        return own, step.all_rows(own), local_rows(step.valid.reshape(-1))
 
     spec = jax.sharding.PartitionSpec
     run = jax.shard_map(
