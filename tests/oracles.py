@@ -186,7 +186,7 @@ def index_scores(q, w, keys):
 
 
 def select(scores, keep):
-    """The `keep` best of each query as a mask [..., S]; ties: lowest position; -inf is no key."""
+    """The `keep` best of each query as a mask [..., S]; ties: lowest position; -inf: not a key."""
     flat = np.asarray(scores, np.float64).reshape(-1, scores.shape[-1])
     mask = np.zeros(flat.shape, bool)
     for row, out in zip(flat, mask, strict=True):

@@ -135,7 +135,7 @@ def test_drawn_ids_are_those_of_forwards_and_of_seed_and_count(placed, fresh):
 
 @only("one device", "2x4, helix, values")
 def test_as_many_slots_as_data_ranks_take_prompts_in_where_they_decode(placed):
-    """A row that decodes stands still while another one's prompt is taken in."""
+    """A row that decodes stands still while another one's prompt is prefilled."""
     replies = placed.model.generate(PROMPTS[:6], **OPTIONS | dict(slots=1))
     assert [reply.tokens for reply in replies] == placed.tokens[:6]
 
@@ -161,7 +161,7 @@ def poisoned(model, token):
 
 
 def test_requests_that_fail_leave_all_others_as_they_are(placed):
-    """One of NaN, in a stage and a slot that others take after it, also such as are too short to
+    """One of NaN, in a prefill row and a slot that others take after it, also ones too short to
     write over its keys; one over the context.
     """
     bad = next(iter(set(range(1, 8)).difference(*placed.tokens)))
@@ -184,7 +184,7 @@ def request_of(prompt, limit):
 
 
 def test_running_requests_advance_after_every_chunk_of_a_long_prompt(placed, fresh):
-    """By one token while prompts are taken in, by a whole trip once nobody waits."""
+    """By one token while prompts are prefilled, by all steps of a call once no request waits."""
     requests = [request_of([9], 40), request_of(PROMPTS[0], NEW)]
     requests += [request_of([n], NEW) for n in (10, 11)]
     advanced, at_chunks = [], []
@@ -202,7 +202,7 @@ def test_running_requests_advance_after_every_chunk_of_a_long_prompt(placed, fre
 
 
 def test_a_batch_compiles_each_program_once_and_a_second_one_nothing(placed):
-    """Empty stages and slots, prompts of 1, 16 and 64 tokens, a move to a slot, a trip."""
+    """Empty rows and slots, prompts of 1, 16 and 64 tokens, a move to a slot, decode steps."""
     assert placed.programs == 2 + 3 + 1 + 1
     again, _ = compilations(lambda: placed.model.generate(PROMPTS[8:], **OPTIONS))
     assert again == 0

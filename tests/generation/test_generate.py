@@ -129,7 +129,7 @@ def test_options_reach_the_model(model):
 
 @pytest.mark.parametrize("trip", [1, 8])
 def test_a_penalty_counts_what_the_reply_holds(model, trip):
-    """Within a trip and between trips: of tokens that all others stand behind, each comes once."""
+    """Within a call and between calls: of tokens that all others stand behind, each comes once."""
     bias = {5: 60.0, 6: 55.0, 7: 50.0, 9: 45.0}
     strategy = kj.Sample(temperature=0.0, repetition_penalty=1e6)
     options = dict(sampling=strategy, logit_bias=bias, trip=trip, **SAMPLING)
@@ -164,7 +164,7 @@ def test_results_do_not_depend_on_slots_and_trips(model, slots, trip):
 
 
 def test_streaming_and_generating_share_their_programs(model):
-    """Whatever the trips: prompts of one bucket, one request."""
+    """Whatever the steps a call: prompts of one bucket, one request."""
     model.generate([[3, 1, 4]], **SAMPLING)
 
     def others():

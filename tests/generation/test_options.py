@@ -156,7 +156,7 @@ def test_numbers_are_such_as_float32_holds(model):
 
 
 def test_options_compile_few_programs(model):
-    """Whatever the stop ids, the log-probabilities asked for and the trips, up to some size."""
+    """Whatever the stop ids, the log-probabilities asked for and steps a call, up to some size."""
     model.generate([[3, 1, 4]], logprobs=4, **SAMPLING)
 
     def others():

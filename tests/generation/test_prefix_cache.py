@@ -56,7 +56,7 @@ def test_prompts_of_one_batch_share_what_they_begin_with(one):
 
 
 def test_a_prefix_that_comes_back_leaves_other_rows_alone(model):
-    """Prompts are restored beside one that is being taken in, of another data rank too."""
+    """Prompts are restored beside one that is being prefilled, of another data rank too."""
     cache, known = cache_of(model, 20), ids(40)
     prompts = [ids(3, 1), ids(120, 2), known, known[:33], ids(4, 3)]
     cold = [model.generate([prompt], **EVERY)[0].tokens for prompt in prompts]

@@ -44,7 +44,7 @@ def test_a_turn_computes_only_what_is_new(model, monkeypatch):
         assert out.usage.cached_tokens == state
         whole += out.tokens
         assert session.tokens == whole
-        state = len(whole) - 1  # the last token was not taken in yet
+        state = len(whole) - 1  # the last token was not fed back yet
     assert session._state.max_length == 128
 
 
@@ -70,7 +70,7 @@ def test_a_closed_stream_is_gone_on_from_where_it_was_closed(model):
 
 
 def test_a_turn_can_be_asked_again(one):
-    """The conversation is cut back by its owner: the state returns to a mark, or begins anew."""
+    """The conversation is cut back by its owner: the state returns to a mark, or begins again."""
     session = one.session()
     first = session.generate(ids(9), **EVERY)
     session.generate(ids(5, 1), **EVERY)
@@ -338,7 +338,7 @@ def test_a_chat_of_a_session_equals_one_without(shipped):
         reply, wanted = session.chat(messages, **options), model.chat(messages, **options)
         assert (reply.tokens, reply.finish_reason) == (wanted.tokens, "length")
         assert reply.usage.cached_tokens == before
-        before = reply.usage.prompt_tokens + 11  # the last token was not taken in yet
+        before = reply.usage.prompt_tokens + 11  # the last token was not fed back yet
         messages.append(reply.message)
     stream = session.chat(messages[:-1], stream=True, max_new_tokens=90)
     next(stream)

@@ -240,7 +240,7 @@ def test_a_snapshot_of_a_state_continues_as_the_state_does(awkward, whole):
 
 
 def test_requests_in_turn_through_donated_buffers_equal_fresh_ones(awkward):
-    """The same slots serve one request after the other; a row starts anew when its length is set to
+    """The same slots serve one request after the other; a row restarts when its length is set to
     zero.
     """
     ids, lengths = prompts(AWKWARD, (20, 3, 11), seed=1)

@@ -78,7 +78,7 @@ def bring_out(o, w_v_b):
 
 
 def in_blocks(q, cache, step, slots=S):
-    """`attend_rows`, compiled anew: the size of a block is a constant that a fixture changes."""
+    """`attend_rows`, compiled again: the size of a block is a constant that a fixture changes."""
     call = quick_jit(lambda *a: attend_rows(*a, step.positions, step, C, SCALE, slots))
     return call(q, cache).o
 
@@ -248,7 +248,7 @@ def tokens(B, T, dtype="float64", seed=3):
 
 @pytest.fixture
 def run():
-    """Compiled anew in every test: blocks are module constants that fixtures change."""
+    """Compiled again in every test: blocks are module constants that fixtures change."""
     return quick_jit(lambda module, x, state, step: module(x, state, step))
 
 

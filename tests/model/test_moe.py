@@ -175,7 +175,7 @@ def rows(P, dtype, seed=0):
 
 
 def assignment(load, P):
-    """ids [P, A] and weights [P, A]; ids outside 0..9 belong to nobody here."""
+    """ids [P, A] and weights [P, A]; ids outside 0..9 belong to no rank here."""
     rng = np.random.default_rng(len(load))
     ids = np.argsort(rng.random((P, E)), -1)[:, :A]
     if load == "uneven":  # three experts carry nearly all, some have none

@@ -103,7 +103,7 @@ def spread(x, data, model):
 
 
 def gathered(y, data, model):
-    """`spread` undone; all ranks of `model` hold the same bits."""
+    """Inverse of `spread`; all ranks of `model` hold the same bits."""
     y = y.reshape(data, model, *y.shape[1:])
     np.testing.assert_array_equal(bits(y), bits(np.repeat(y[:, :1], model, 1)))
     return y[:, 0].reshape(-1, *y.shape[3:])
@@ -116,7 +116,7 @@ def expected(w, x, active, config):
 
 
 def experts_for(data, model, axes):
-    """A number of experts that divides and is no power of two for a rank: 5, 3 or 3 each."""
+    """A number of experts that divides and is not a power of two for a rank: 5, 3 or 3 each."""
     return {2: 10, 4: 12, 8: 24}[data * model if axes == BOTH else model]
 
 

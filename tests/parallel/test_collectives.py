@@ -301,7 +301,7 @@ def test_the_stand_in_gives_the_example_of_the_documentation():
 
 @one_of("n,each", [(1, 2), (3, 1), (4, 2), (8, 1)])
 def test_the_stand_in_equals_plain_loops(n, each):
-    """Slices with gaps between them on both sides; what nobody writes keeps its value."""
+    """Slices with gaps between them on both sides; what no slice writes keeps its value."""
     rng = np.random.default_rng(n)
     sizes = rng.integers(0, 4, (n, n * each)).astype(np.int32)
     sizes[0] = 0

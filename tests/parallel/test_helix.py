@@ -122,7 +122,7 @@ def over_ranks(n, block):
 
     def inside(q, rows, start, lengths):
         held = place.stripes(sizes).slots(SLOTS)
-        cache = jnp.full((1, B, held, R), jnp.nan, q.dtype)  # what nobody wrote
+        cache = jnp.full((1, B, held, R), jnp.nan, q.dtype)  # what no step wrote
         before = Step.of(jnp.zeros_like(start), start, SLOTS, Implementations(), place, sizes)
         cache = write_rows(cache, rows, before)
         step = Step.of(start, lengths, T, Implementations(), place, sizes)

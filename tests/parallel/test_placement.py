@@ -296,7 +296,7 @@ def test_specs_and_padding_follow_the_roles():
     assert place.padded_shape((Role.HEADS, None), (5, 7), (15, 7), sizes) == (24, 7)
 
 
-# What the layout of system A cuts: everything else is whole on every rank.
+# What the layout of system A shards: everything else is replicated.
 CUT = {
     *("embed", "head", "w_q", "w_k", "w_v", "conv_q", "conv_k", "conv_v", "w_decay_b", "a_log"),
     *("dt_bias", "w_beta", "w_gate", "w_o", "w_q_b", "w_k_b", "w_v_b", "w_up", "w_down"),

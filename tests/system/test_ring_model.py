@@ -40,7 +40,7 @@ def folders(tmp_path_factory):
 def prefill(folder, config, n, place, dtype="float32"):
     """The logits of a ragged prefill at n ranks, run twice with the same bits."""
     model = kj.load(folder, kj.make_mesh(model=n), place, dtype, chunk=T)
-    model = dataclasses.replace(model, program=dataclasses.replace(model.program))  # traced anew
+    model = dataclasses.replace(model, program=dataclasses.replace(model.program))  # traced again
     ids = prompts(config, LENGTHS)
     one, two = (np.asarray(model.prefill(model.new_state(2, 64), *ids)[0]) for _ in range(2))
     assert np.array_equal(one, two)

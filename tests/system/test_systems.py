@@ -45,7 +45,7 @@ def requests(config, count, scale):
 
 
 def run(model, count, fed=None):
-    """Logits after ragged prompts, taken in by chunks, and of three decode steps after them, fed
+    """Logits after ragged prompts, prefilled by chunks, and of three decode steps after them, fed
     with the likeliest tokens or with those given; and the tokens.
     """
     scale = 4 if model.config.index_topk == 64 else 1  # so that keys are selected there too

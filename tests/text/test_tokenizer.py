@@ -358,7 +358,7 @@ def test_markers_are_found_like_a_pattern_of_all_of_them(contents: list[str], te
 
 
 def naive_training(text: str, size: int) -> list[bytes]:
-    """Counts every pair anew before every merge: slow, and plainly right."""
+    """Counts every pair again before every merge: slow, and plainly right."""
     words = [[bytes([byte]) for byte in word.encode()] for word in split(text)]
     tokens = list(BYTES)
     while len(tokens) < size:
