@@ -277,8 +277,8 @@ def traced(*where, **options):
 def jaxpr_of(place, mesh, B, T, dtype="bfloat16", forms=None, slots=64):
     program = make_program(MESHED, mesh, place, dtype, implementations=forms)
     ints = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((B, T), (B,)))
-    step = program.step.trace(program.weight_shapes, program.state_shapes(B, slots), *ints)
-    return step.jaxpr.jaxpr
+    step = program.step_of("decode" if T == 1 else "prefill")
+    return step.trace(program.weight_shapes, program.state_shapes(B, slots), *ints).jaxpr.jaxpr
 
 
 def part_of(where):

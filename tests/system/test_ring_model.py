@@ -150,8 +150,9 @@ def jaxpr(place, T):
     """The text of a step of two rows and T tokens a row."""
     program = make_program(MESHED, kj.make_mesh(model=4), place, "bfloat16")
     ids, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((2, T), (2,)))
-    step = program.step.trace(program.weight_shapes, program.state_shapes(2, 64), ids, lengths)
-    return re.sub(r" at 0x[0-9a-f]+", "", str(step.jaxpr))
+    step = program.step_of("decode" if T == 1 else "prefill")
+    traced = step.trace(program.weight_shapes, program.state_shapes(2, 64), ids, lengths)
+    return re.sub(r" at 0x[0-9a-f]+", "", str(traced.jaxpr))
 
 
 def test_off_is_the_program_without_the_feature():
