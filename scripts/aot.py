@@ -31,10 +31,10 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
 import kimi_jax as kj
-from kimi_jax.cli.measure import compile_step
 from kimi_jax.model.implementations import Implementations
 from kimi_jax.model.mxfp4 import expert_quantization
 from kimi_jax.parallel.mesh import DATA, MODEL
+from kimi_jax.runtime.probes import compile_step
 from kimi_jax.runtime.program import make_program
 
 TARGET = """\

@@ -557,9 +557,11 @@ def test_processes_that_bring_different_prompts_are_told_so(folders):
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGKILL, 1), (signal.SIGINT, 130)], ids=str)
-def test_a_command_that_is_stopped_ends_the_other_within_seconds(folders, number, code):
-    long = ("--max-new-tokens", "500")
-    first, second = processes(folders("meshed"), "5,6,7", options=long)
+def test_a_command_that_is_stopped_ends_the_other_within_seconds(tmp_path, number, code):
+    """Of a reply so long that it cannot end by itself meanwhile."""
+    folder = write(dataclasses.replace(MESHED, max_positions=2**15), tmp_path / "long")
+    long = ("--max-new-tokens", "30000")
+    first, second = processes(folder, "5,6,7", options=long)
     first.stdout.read(20)  # both are at work
     second.send_signal(number)
     stopped = time.monotonic()
