@@ -172,14 +172,15 @@ def test_a_full_disk_is_an_error(monkeypatch, capsys):
 
 @pytest.mark.parametrize("columns", ["0", "1", "-3", "²", "x", "", "99999999999", None])
 def test_any_width_of_the_terminal(run, monkeypatch, columns):
-    for name in ("COLUMNS", "LINES"):
-        monkeypatch.setenv(name, columns or "") if columns is not None else monkeypatch.delenv(
-            name, raising=False
-        )
-    monkeypatch.delenv("TERM", raising=False)
-    monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal, as far as tables know
-    for words in (("inspect",), ("plan", "k3")):
-        code, out, err = run(*words)
+    with monkeypatch.context() as patch:  # only for the command: pytest reads the width too
+        for name in ("COLUMNS", "LINES"):
+            patch.setenv(name, columns or "") if columns is not None else patch.delenv(
+                name, raising=False
+            )
+        patch.delenv("TERM", raising=False)
+        patch.setenv("FORCE_COLOR", "1")  # a terminal, as far as tables know
+        results = [run(*words) for words in (("inspect",), ("plan", "k3"))]
+    for code, out, err in results:
         assert code == 0 and err == "" and len(out) > 300
         assert max(map(len, out.splitlines())) < 600
 

@@ -556,6 +556,15 @@ def test_processes_that_bring_different_prompts_are_told_so(folders):
         assert "the processes disagree on prompts and options" in errors
 
 
+@pytest.fixture
+def heeds_interrupts():
+    """A background job of a shell ignores SIGINT, and so would the processes that it starts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeds_interrupts")
 @pytest.mark.parametrize("number, code", [(signal.SIGKILL, 1), (signal.SIGINT, 130)], ids=str)
 def test_a_command_that_is_stopped_ends_the_other_within_seconds(tmp_path, number, code):
     """Of a reply so long that it cannot end by itself meanwhile."""
