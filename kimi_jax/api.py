@@ -5,11 +5,11 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from .checkpoint.reader import Checkpoint
+from .config.block_sizes import block_sizes
 from .config.config import Config
 from .errors import shown
 from .generation.chat import ChatStream, Reply, chat
@@ -85,8 +85,8 @@ def load(
     """
     if chunk is not None and not is_whole(chunk, 1, 2**31 - 1):
         raise ValueError(f"chunk must be a positive whole number of tokens, got {shown(chunk)}")
-    chunk = chunk or (256 if jax.default_backend() == "cpu" else 4096)
     mesh = as_mesh(mesh)
+    chunk = chunk or block_sizes(mesh.devices.flat[0].platform).prefill_tokens
     placement = as_placement(placement).within(chunk)
     config = Config.from_hf(path)
     with Checkpoint(path, config) as checkpoint:

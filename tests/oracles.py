@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from kimi_jax.config.block_sizes import BLOCK_SIZES, BlockSizes
 from kimi_jax.config.config import Config
 from kimi_jax.model import mxfp4
 from kimi_jax.model.experts import Experts
@@ -339,6 +340,11 @@ def weights_of(module) -> dict[str, np.ndarray]:
 
 
 _make_step = jax.jit(Step.of, static_argnums=(2, 3))
+
+
+def blocks_of(platform="cpu", **changes) -> BlockSizes:
+    """A platform's block sizes with some of them changed."""
+    return dataclasses.replace(BLOCK_SIZES[platform], **changes)
 
 
 def step_of(start, lengths, T, **forms) -> Step:

@@ -35,7 +35,7 @@ class Implementations(ImplementationNames):
             for operation, table in TABLES.items()
             if getattr(self, operation) not in tuple(table)
         ]
-        if not is_whole(self.chunk, 1):
+        if self.chunk is not None and not is_whole(self.chunk, 1):
             problems.append(f"chunk must be a positive whole number, got {self.chunk!r}")
         if problems:
             raise ValueError("\n".join(problems))

@@ -412,7 +412,7 @@ class KDA(nnx.Module):
         bound = self.config.decay_lower_bound
         steepest = -math.inf if bound is None else bound
         run = IMPLEMENTATIONS[step.implementations.kda]
-        return run(state, q, k, v, decay, beta, step.implementations.chunk, steepest)
+        return run(state, q, k, v, decay, beta, step.kda_chunk, steepest)
 
     def _gated(
         self, o: Float[Array, "B T H V"], x: Float[Array, "B T D"]

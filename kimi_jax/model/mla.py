@@ -39,11 +39,6 @@ from .layers import HIGHEST, Term, linear, rms_norm, weight
 from .state import MLAState, from_cache, read_block, write_rows
 from .step import Step
 
-KEY_BLOCK = 512
-BLOCK_ELEMENTS = 2**23  # latent elements, or scores, of a block of queries that selects
-NARROWEST = 4096  # slots that selection always ranks, whether they hold keys or not
-DENSE_ELEMENTS = 2**26  # scores of a block of keys, or values, of a block of queries
-
 
 def dot(spec: str, a: Array, b: Array) -> Array:
     """einsum accumulated in at least float32 at full precision, not rounded back."""
@@ -98,7 +93,7 @@ def attend_rows(
     comes straight out of the stack of caches, so that no layer's cache is copied.
     """
     B, T, H, _ = q.shape
-    block = min(KEY_BLOCK, slots)
+    block = min(step.blocks.keys, slots)
 
     def add_block(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         top, mass, acc = carry
@@ -289,7 +284,8 @@ class MLA(nnx.Module):
             q, positions = block
             return attend_rows(q, state.latents, positions, step, C, self._scale, slots)
 
-        queries = max(1, DENSE_ELEMENTS // (B * H * max(KEY_BLOCK, C)))
+        row_bytes = B * H * max(step.blocks.keys, C) * at_least_float32(q.dtype).itemsize
+        queries = max(1, step.blocks.dense_bytes // row_bytes)
         return over_queries(attend, (q, step.positions), step.valid, min(T, queries))
 
     def _sparse(
@@ -308,7 +304,7 @@ class MLA(nnx.Module):
             C = self.config.kv_rank
             return attend_selected(q, state.latents, step.group, slots, kept, C, self._scale)
 
-        queries = self._queries_per_block(state)
+        queries = self._queries_per_block(state, x.dtype, step)
         return over_queries(attend, (q, slots, kept), step.valid, queries)
 
     @jax.named_scope("indexer")
@@ -329,7 +325,7 @@ class MLA(nnx.Module):
         find = functools.partial(
             _local_candidates, self.indexer, index_keys=index_keys, step=step, keep=keep
         )
-        queries = self._queries_per_block(state)
+        queries = self._queries_per_block(state, x.dtype, step)
         arrays = (x, query_latent, step.positions)
         scores, slots = over_queries(find, arrays, step.valid, queries)
         if step.stripes.ranks == 1:
@@ -342,13 +338,14 @@ class MLA(nnx.Module):
             axes = step.place.axes(Role.CACHED_KEYS)
             return slots, keep_best(scores, positions, keep, limit, axes)
 
-    def _queries_per_block(self, state: MLAState) -> int:
+    def _queries_per_block(self, state: MLAState, dtype: jnp.dtype, step: Step) -> int:
         """Queries of a block, by the largest array that it makes for each: a row per selected key,
         or a score per slot, which top_k reads and writes.
         """
         _, B, S, R = state.latents.shape
-        elements = max(min(self.config.index_topk, S) * R, 2 * S)
-        return max(1, BLOCK_ELEMENTS // (B * elements))
+        latents = min(self.config.index_topk, S) * R * dtype.itemsize
+        scores = 2 * S * at_least_float32(dtype).itemsize
+        return max(1, step.blocks.select_bytes // (B * max(latents, scores)))
 
 
 IMPLEMENTATIONS = {"absorbed": MLA.absorbed, "expanded": MLA.expanded}
@@ -368,22 +365,22 @@ def _local_candidates(
     index_q, head_weights = indexer.queries(x, query_latent)
 
     def among(slots: int) -> tuple[Array, Array]:
-        block = min(KEY_BLOCK, slots)
+        block = min(step.blocks.keys, slots)
         scores = score_cache(index_q, head_weights, index_keys, positions, step, block, slots)
         return candidates(scores, keep)
 
     # The narrowest of a few widths that holds all keys.
-    widths = selection_widths(index_keys.shape[2], keep)
+    widths = selection_widths(index_keys.shape[2], keep, step.blocks.narrowest_slots)
     which = sum((step.max_local_keys <= width).astype(jnp.int32) for width in widths[1:])
     return jax.lax.switch(which, [functools.partial(among, width) for width in widths])
 
 
-def selection_widths(slots: int, keep: int) -> list[int]:
+def selection_widths(slots: int, keep: int, narrowest: int) -> list[int]:
     """How many slots to select among, the most first: few keys of a long state are not ranked with
     all its empty slots. Each is a branch of the program, so there are at most four.
     """
     widths = [slots]
-    while len(widths) < 4 and widths[-1] >= 2 * max(NARROWEST, keep):
+    while len(widths) < 4 and widths[-1] >= 2 * max(narrowest, keep):
         widths.append(-(-widths[-1] // 2))
     return widths
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from ..config.block_sizes import BlockSizes, block_sizes
 from ..parallel import collectives
 from ..parallel.helix import Stripes
 from ..parallel.mesh import ONE_DEVICE, Sizes
@@ -27,11 +28,13 @@ class ImplementationNames:
     kda: str = "chunked"  # or "recurrent", the definition
     mla: str = "absorbed"  # or "expanded", the definition, which selects by a full sort
     moe: str = "grouped"  # or "dense", the definition
-    chunk: int = 64  # tokens of a KDA chunk
     # How rows are sent to experts: "padded" blocks, or "ragged" ones, which CPUs cannot send.
     transport: str = "padded"
     # "teach": attention's gradient reaches the indexer, whose choice has none.
     select: str = "plain"
+    # Blocks of queries, keys and tokens; None: those of the mesh's platform.
+    blocks: BlockSizes | None = None
+    chunk: int | None = None  # tokens of a KDA chunk, instead of the platform's
 
 
 @jax.tree_util.register_dataclass
@@ -80,6 +83,16 @@ class Step:
             is_sliced=place.slices_rows(rows),
             stripes=place.stripes(sizes),
         )
+
+    @property
+    def blocks(self) -> BlockSizes:
+        """How much is done at a time; as on CPUs where no program of a mesh says it."""
+        return self.implementations.blocks or block_sizes("cpu")
+
+    @property
+    def kda_chunk(self) -> int:
+        """Tokens of a KDA chunk."""
+        return self.implementations.chunk or self.blocks.kda_chunk
 
     @property
     def rows(self) -> int:

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from ..config.block_sizes import block_sizes
 from ..config.config import Config
 from ..model.decoder import Kimi
 from ..model.implementations import Implementations
@@ -280,6 +281,9 @@ def make_program(
     if implementations is None:
         transport = "padded" if platform == "cpu" else "ragged"
         implementations = Implementations(transport=transport)
+    if implementations.blocks is None:
+        blocks = block_sizes(platform)
+        implementations = dataclasses.replace(implementations, blocks=blocks)
     if placement.keys == "helix" and implementations.mla == "expanded":
         raise NotImplementedError("mla='expanded', the definition, runs on unsharded keys")
     if implementations.transport == "ragged" and platform == "cpu":

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from models import MESHED
 
 import kimi_jax as kj
+from kimi_jax.config.block_sizes import BLOCK_SIZES, block_sizes
 from kimi_jax.model.implementations import DEFINITIONS, TABLES, TRAINING, Implementations
 from kimi_jax.runtime.program import make_program
 
@@ -17,7 +18,7 @@ WRONG = st.one_of(st.text(max_size=8), st.sampled_from(["Chunked", "grouped ", "
 
 def test_every_name_of_a_table_is_a_choice():
     fields = {field.name for field in dataclasses.fields(Implementations)}
-    assert fields == {*TABLES, "chunk"}
+    assert fields == {*TABLES, "blocks", "chunk"}
     for names in itertools.product(*TABLES.values()):
         chosen = Implementations(**dict(zip(TABLES, names, strict=True)))
         assert all(callable(table[getattr(chosen, name)]) for name, table in TABLES.items())
@@ -40,6 +41,23 @@ def test_unknown_names_raise_one_error_that_lists_what_exists(wrong):
     lines = str(error.value)
     for name, value in wrong.items():
         assert f"{name} must be one of {', '.join(TABLES[name])}, got {value!r}" in lines
+
+
+def test_a_program_takes_the_block_sizes_of_its_meshs_platform():
+    """A mesh's, not the default backend's: the compiler script has GPUs on a host without one."""
+    assert make_program(MESHED).implementations.blocks == BLOCK_SIZES["cpu"]
+    assert block_sizes("gpu") == block_sizes("cuda") == BLOCK_SIZES["gpu"]
+    chosen = Implementations(blocks=BLOCK_SIZES["gpu"])
+    assert make_program(MESHED, implementations=chosen).implementations == chosen
+
+
+def test_block_sizes_are_positive_whole_numbers():
+    with pytest.raises(ValueError) as error:
+        dataclasses.replace(BLOCK_SIZES["cpu"], keys=0, dense_bytes=-3)
+    assert str(error.value).splitlines() == [
+        "keys must be a positive whole number, got 0",
+        "dense_bytes must be a positive whole number, got -3",
+    ]
 
 
 @pytest.mark.parametrize("chunk", [0, -1, True])

@@ -15,6 +15,7 @@ from oracles import (
     SPARSE,
     as_float64,
     bits,
+    blocks_of,
     close,
     filled,
     fresh_mla,
@@ -27,7 +28,6 @@ from oracles import (
 )
 from tolerances import ATTENTION, ATTENTION_BF16, DRIFT, INDEX_SCORE, MLA_LAYER
 
-from kimi_jax.model import mla as mla_module
 from kimi_jax.model.indexer import (
     Indexer,
     candidates,
@@ -44,6 +44,7 @@ from kimi_jax.model.mla import (
     expanded,
     over_queries,
     per_head,
+    selection_widths,
 )
 from kimi_jax.model.state import cache_dtype, read_block, write_rows
 
@@ -54,10 +55,8 @@ SCALE = (N + ROPE) ** -0.5
 NOWHERE = -math.inf
 
 
-@pytest.fixture
-def small_blocks(monkeypatch):
-    """Blocks of 4 keys, so that 11 slots take three of them and the last one overlaps."""
-    monkeypatch.setattr(mla_module, "KEY_BLOCK", 4)
+# Blocks of 4 keys, so that 11 slots take three of them and the last one overlaps.
+SMALL = dict(blocks=blocks_of(keys=4))
 
 
 def arrays(dtype, seed=0):
@@ -78,7 +77,7 @@ def bring_out(o, w_v_b):
 
 
 def in_blocks(q, cache, step, slots=S):
-    """`attend_rows`, compiled again: the size of a block is a constant that a fixture changes."""
+    """`attend_rows` of the first slots of a cache."""
     call = quick_jit(lambda *a: attend_rows(*a, step.positions, step, C, SCALE, slots))
     return call(q, cache).o
 
@@ -124,10 +123,10 @@ def test_expanded_equals_oracle(dtype):
 
 @pytest.mark.parametrize("dtype", WIDE)
 @pytest.mark.parametrize("slots", [S, 9])
-def test_attend_rows_in_blocks_equals_expanded(small_blocks, dtype, slots):
+def test_attend_rows_in_blocks_equals_expanded(dtype, slots):
     """Rows of 9 and 3 tokens: the last blocks overlap, and some are empty for one row."""
     q, cache, w_k_b, w_v_b = arrays(dtype)
-    step = step_of([0, 0], [9, 3], S)
+    step = step_of([0, 0], [9, 3], S, **SMALL)
     actual = bring_out(in_blocks(absorb(q, w_k_b), cache, step, slots), w_v_b)
     allowed = np.arange(S) <= np.asarray(step.positions)[..., None]
     expected = run_expanded(q, cache[0], w_k_b, w_v_b, allowed)
@@ -135,10 +134,10 @@ def test_attend_rows_in_blocks_equals_expanded(small_blocks, dtype, slots):
         close(actual[b, :n], expected[b, :n], ATTENTION)
 
 
-def test_attend_rows_starts_where_each_row_is(small_blocks):
+def test_attend_rows_starts_where_each_row_is():
     """New tokens after 0 and 7 seen ones meet all before them and none after."""
     q, cache, w_k_b, w_v_b = arrays("float64")
-    step = step_of([0, 7], [2, 2], 2)
+    step = step_of([0, 7], [2, 2], 2, **SMALL)
     actual = bring_out(in_blocks(absorb(q[:, :2], w_k_b), cache, step), w_v_b)
     for b, start in enumerate([0, 7]):
         allowed = np.arange(S) <= start + np.arange(2)[:, None]
@@ -149,11 +148,11 @@ def test_attend_rows_starts_where_each_row_is(small_blocks):
         close(actual[b], expected, ATTENTION)
 
 
-def test_bfloat16_scores_are_not_rounded(small_blocks):
+def test_bfloat16_scores_are_not_rounded():
     """Scores near 40, which bfloat16 would round by 0.1: both forms stay near the oracle."""
     q, cache, w_k_b, w_v_b = arrays("float32")
     q, cache, w_k_b, w_v_b = (x.astype(jnp.bfloat16) for x in (q * 8, cache * 3, w_k_b, w_v_b))
-    step = step_of([0, 0], [S, S], S)
+    step = step_of([0, 0], [S, S], S, **SMALL)
     absorbed = absorb(q, w_k_b)
     eye = np.broadcast_to(np.eye(C), (H, C, C))
     causal = np.tril(np.ones((S, S), bool))
@@ -248,7 +247,7 @@ def tokens(B, T, dtype="float64", seed=3):
 
 @pytest.fixture
 def run():
-    """Compiled again in every test: blocks are module constants that fixtures change."""
+    """Of a module, its input, state and step."""
     return quick_jit(lambda module, x, state, step: module(x, state, step))
 
 
@@ -256,12 +255,12 @@ def run():
 @pytest.mark.parametrize(
     "changes", [{}, SPARSE, dict(mla_output_gate=False), dict(mla_norm_eps=0.5)], ids=str
 )
-def test_sublayer_equals_oracle(small_blocks, run, form, changes):
+def test_sublayer_equals_oracle(run, form, changes):
     """11 tokens, 14 slots of which the rest are NaN; sparse keeps 6 keys."""
     for dtype in WIDE if changes in ({}, SPARSE) else ["float64"]:
         module, x = layer(dtype, **changes), tokens(1, 11, dtype)
         state = fresh_mla(module.config, 1, 14, dtype, fill=math.nan)
-        y, _ = run(module, x, state, step_of([0], [11], 11, mla=form))
+        y, _ = run(module, x, state, step_of([0], [11], 11, mla=form, **SMALL))
         expected, _ = oracles.mla(weights_of(module), as_float64(x[0]), module.config)
         close(y[0], expected, MLA_LAYER)
 
@@ -294,7 +293,7 @@ def test_positions_only_order_the_keys(run, form):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("changes", [{}, SPARSE], ids=["dense", "sparse"])
-def test_a_ragged_batch_in_pieces_equals_its_prompts_alone(small_blocks, run, form, changes):
+def test_a_ragged_batch_in_pieces_equals_its_prompts_alone(run, form, changes):
     """Rows of 0, 1 and 11 tokens, then 2, 1 and 1 more; slots beyond and padding hold NaN."""
     module, prompts = layer(**changes), tokens(3, 13)
     first, then = [0, 1, 11], [2, 1, 1]
@@ -305,7 +304,7 @@ def test_a_ragged_batch_in_pieces_equals_its_prompts_alone(small_blocks, run, fo
         x = np.full((3, T, 24), np.nan)
         for b, n in enumerate(lengths):
             x[b, :n] = prompts[b, starts[b] : starts[b] + n]
-        y, state = run(module, x, state, step_of(starts, lengths, T, mla=form))
+        y, state = run(module, x, state, step_of(starts, lengths, T, mla=form, **SMALL))
         for b, n in enumerate(lengths):
             outputs[b].append(y[b, :n])
     for b in range(3):
@@ -443,28 +442,28 @@ def test_blocks_of_queries_equal_one_block(size):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("slots, T", [(6, 6), (14, 6), (14, 3), (14, 1)])
-def test_at_or_below_top_k_keys_selection_is_dense_bit_for_bit(monkeypatch, run, form, slots, T):
+def test_at_or_below_top_k_keys_selection_is_dense_bit_for_bit(run, form, slots, T):
     """In 6 slots, in 14 that hold no more than 6, and for all rows of a batch."""
-    monkeypatch.setattr(mla_module, "KEY_BLOCK", 3)
+    small = dict(mla=form, blocks=blocks_of(keys=3))
     sparse, plain = pair()
     x, lengths = tokens(2, T), [T, 1]
     results = []
     for module in (sparse, plain):
         fresh = fresh_mla(module.config, 2, slots, x.dtype, fill=math.nan)
-        results.append(run(module, x, fresh, step_of([0, 0], lengths, T, mla=form))[0])
+        results.append(run(module, x, fresh, step_of([0, 0], lengths, T, **small))[0])
     for b, n in enumerate(lengths):
         np.testing.assert_array_equal(bits(results[0][b, :n]), bits(results[1][b, :n]))
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_short_rows_beside_long_ones_are_dense_too(small_blocks, run, form):
+def test_short_rows_beside_long_ones_are_dense_too(run, form):
     """The first 6 queries of a long prompt, and a short prompt in its batch, keep every key."""
     sparse, plain = pair()
     x, lengths = tokens(2, 11), [11, 4]
     ys = []
     for module in (sparse, plain):
         fresh = fresh_mla(module.config, 2, 14, x.dtype)
-        ys.append(run(module, x, fresh, step_of([0, 0], lengths, 11, mla=form))[0])
+        ys.append(run(module, x, fresh, step_of([0, 0], lengths, 11, mla=form, **SMALL))[0])
     close(ys[0][0, :6], ys[1][0, :6], MLA_LAYER)
     close(ys[0][1, :4], ys[1][1, :4], MLA_LAYER)
     assert np.abs(ys[0][0, 6:] - ys[1][0, 6:]).max() > 0.01
@@ -490,21 +489,21 @@ def test_above_top_k_keys_a_query_keeps_exactly_top_k_and_never_a_future_or_padd
             assert keys_kept.max() <= t
 
 
-def test_blocks_of_queries_do_not_change_a_sparse_layer(monkeypatch, small_blocks):
+def test_blocks_of_queries_do_not_change_a_sparse_layer():
     sparse, _ = pair()
     x, lengths = tokens(2, 11), [11, 7]
     ys = []
-    for elements in (mla_module.BLOCK_ELEMENTS, 2 * 6 * 12 * 4):
-        monkeypatch.setattr(mla_module, "BLOCK_ELEMENTS", elements)
+    for size in (SMALL["blocks"].select_bytes, 2 * 6 * 12 * 8 * 4):
+        blocks = dict(blocks=blocks_of(keys=4, select_bytes=size))
         fresh = fresh_mla(sparse.config, 2, 14, x.dtype, fill=math.nan)
         call = quick_jit(lambda x, state, step: sparse(x, state, step))
-        ys.append(call(x, fresh, step_of([0, 0], lengths, 11))[0])
+        ys.append(call(x, fresh, step_of([0, 0], lengths, 11, **blocks))[0])
     for b, n in enumerate(lengths):
         close(ys[1][b, :n], ys[0][b, :n], MLA_LAYER)
 
 
 @pytest.mark.parametrize("start, widest", [(0, 12), (2, 24), (20, 48)])
-def test_keys_are_selected_among_few_slots_as_among_all(monkeypatch, start, widest):
+def test_keys_are_selected_among_few_slots_as_among_all(start, widest):
     """11 tokens after `start`, in 48 slots: the best 6 of the narrowest width that holds them."""
     sparse, _ = pair()
     x = tokens(1, 11)
@@ -514,10 +513,10 @@ def test_keys_are_selected_among_few_slots_as_among_all(monkeypatch, start, wide
     )
     ys = []
     for narrowest, widths in ((48, [48]), (4, [48, 24, 12, 6])):
-        monkeypatch.setattr(mla_module, "NARROWEST", narrowest)
-        assert mla_module.selection_widths(48, 6) == widths
+        assert selection_widths(48, 6, narrowest) == widths
+        blocks = blocks_of(narrowest_slots=narrowest)
         call = quick_jit(lambda x, state, step: sparse(x, state, step))
-        ys.append(call(x, state, step_of([start], [11], 11))[0])
+        ys.append(call(x, state, step_of([start], [11], 11, blocks=blocks))[0])
     assert min(w for w in widths if w >= start + 11) == widest
     np.testing.assert_array_equal(bits(ys[1]), bits(ys[0]))
 

@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from devices import per_device
-from oracles import of_type, quick_jit
+from oracles import blocks_of, of_type, quick_jit
 from tolerances import ATTENTION
 
-from kimi_jax.model import mla as mla_module
 from kimi_jax.model.implementations import Implementations
 from kimi_jax.model.mla import attend_rows
 from kimi_jax.model.state import write_rows
@@ -125,7 +124,8 @@ def over_ranks(n, block):
         cache = jnp.full((1, B, held, R), jnp.nan, q.dtype)  # what no step wrote
         before = Step.of(jnp.zeros_like(start), start, SLOTS, Implementations(), place, sizes)
         cache = write_rows(cache, rows, before)
-        step = Step.of(start, lengths, T, Implementations(), place, sizes)
+        small = Implementations(blocks=blocks_of(keys=4))
+        step = Step.of(start, lengths, T, small, place, sizes)
         new = jnp.take_along_axis(rows, jnp.minimum(step.positions, SLOTS - 1)[..., None], 1)
         cache = write_rows(cache, new, step)
         part = attend_rows(q, cache, step.positions, step, C, SCALE, held)
@@ -161,9 +161,8 @@ STARTS = [(0, 0), (1, 40), (31, 32), (33, 15), (7, 58)]
 
 
 @one_of("n, block", [(2, 4), (4, 4), (8, 1), (8, 4), (4, 64), (3, 2)])
-def test_attention_over_cut_keys_is_attention(monkeypatch, n, block):
+def test_attention_over_cut_keys_is_attention(n, block):
     """Ranks without keys, groups of new tokens that straddle blocks, rows of padding, H over 3."""
-    monkeypatch.setattr(mla_module, "KEY_BLOCK", 4)
     q, rows = arrays("float64")
     run = over_ranks(n, block)
     for start in STARTS:
