@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from .checkpoint.reader import Checkpoint
+from .compilation.cache import open_cache
 from .config.block_sizes import block_sizes
 from .config.config import Config
 from .errors import shown
@@ -81,10 +82,12 @@ def load(
     `progress`: show a bar (default: for loads over a second, on a terminal). All problems in the
     headers are raised in one error before anything is allocated; so is a model that does not fit
     into its devices' memory, with the plan of what each would hold. Each process reads the slices
-    of its local devices, once.
+    of its local devices, once. Compiled programs are kept in the user's cache folder, or where
+    `jax_compilation_cache_dir` says (`kimi_jax.compilation.cache`).
     """
     if chunk is not None and not is_whole(chunk, 1, 2**31 - 1):
         raise ValueError(f"chunk must be a positive whole number of tokens, got {shown(chunk)}")
+    open_cache()
     mesh = as_mesh(mesh)
     chunk = chunk or block_sizes(mesh.devices.flat[0].platform).prefill_tokens
     placement = as_placement(placement).within(chunk)

@@ -27,6 +27,7 @@ ROLES = {
     "model": "what is computed, per device",
     "parallel": "where arrays are and how they move",
     "config": "sizes and switches of a model",
+    "compilation": "compiled programs, kept on disk",
     "errors": "errors and quoted values",
     "numerics": "checks of numbers, dtypes",
     "progress": "progress bars",

@@ -32,6 +32,7 @@ LEVELS = (
     ("model",),
     ("parallel",),
     ("config",),
+    ("compilation",),
     ("files", "progress"),
     ("numerics", "errors"),
 )

@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import CommandError
-from .devices import load_model, make_folder, make_mesh, make_placement, mesh_text, named_config
+from .devices import (
+    load_model,
+    make_folder,
+    make_mesh,
+    make_placement,
+    mesh_text,
+    named_config,
+    use_compilation_cache,
+)
 from .options import DTYPES, HELP, SHIPPED, add_command, add_mesh, positive, positives
 from .output import bytes_text, print_json, print_table, write
 
@@ -189,6 +197,7 @@ def _compiled(options: argparse.Namespace, mesh: Any, place: Any) -> Measured:
     B = options.batch[0]
     T = options.prompt
     title = f"a step of {options.compile}, {B} x {T} tokens, {slots} slots, {mesh_text(mesh)}"
+    use_compilation_cache()
     compiled, seconds = compile_step(program, B, T, slots)
     sizes = compiled.memory_analysis()
     row = (*seconds.values(), sizes.argument_size_in_bytes, sizes.temp_size_in_bytes)
@@ -265,6 +274,7 @@ def _model(options: argparse.Namespace, mesh: Any, place: Any) -> Any:
             f"{said} a context of {needed} tokens, and that of --shape {options.shape} is "
             f"{config.max_positions}"
         )
+    use_compilation_cache()
     if options.shape == "shipped":
         return load_model(SHIPPED, options)
     model = measure.random_model(config, mesh, place, options.dtype)

@@ -134,33 +134,12 @@ def make_placement(options: argparse.Namespace) -> Any:
 
 
 def use_compilation_cache() -> None:
-    """Keep compiled programs in the user's cache folder, so that a second run starts at once; where
-    there is none to write in, run without one and say so.
-    """
-    import jax
+    """Keep compiled programs, so that a second run starts at once; say so where they cannot be."""
+    from ..compilation.cache import open_cache
 
-    asked = jax.config.values["jax_compilation_cache_dir"]
-    try:
-        folder = Path(asked) if asked is not None else _cache_folder()
-        if "://" not in str(folder):  # JAX also takes addresses of storage elsewhere
-            make_folder("compilation cache", folder)
-        jax.config.update("jax_compilation_cache_dir", str(asked or folder))
-    except CommandError as error:
-        jax.config.update("jax_compilation_cache_dir", None)
-        note(f"note: compiled programs are not kept, {error}")
-
-
-def _cache_folder() -> Path:
-    """Where compiled programs are kept. Raises `CommandError` where the user has no folder."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(base):  # what is not absolute does not count, by the convention
-        try:
-            base = Path.home() / ".cache"
-        except RuntimeError as error:
-            raise CommandError("there is no HOME, and the user has no home folder") from error
-    if not os.path.isabs(base):
-        raise CommandError(f"HOME is {shown(str(Path.home()))}, not an absolute path")
-    return Path(base) / "kimi_jax" / "programs"
+    place = open_cache()
+    if place.folder is None:
+        note(f"note: compiled programs are not kept, {place.reason}")
 
 
 def check_folder(path: Path) -> None:

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from ..errors import CommandError, InputError
-from . import bench, chat, devices, generate, inspect, plan
+from . import bench, cache, chat, devices, generate, inspect, plan
 from .options import Once, OnceFlag
 from .output import prepare_streams, print_error, silence_output
 
-COMMANDS = (generate, chat, plan, inspect, bench)
+COMMANDS = (generate, chat, plan, inspect, bench, cache)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,6 +82,17 @@ class Parser(argparse.ArgumentParser):
         super().exit(status, message)
 
 
+class Version(argparse.Action):
+    """Prints the version of the package and ends; looked up only then."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        """Print and end."""
+        from importlib.metadata import version
+
+        print(f"kimi-jax {version('kimi-jax')}")
+        parser.exit()
+
+
 def make_parser() -> Parser:
     """The parser of all commands; each command's module adds its own options."""
     parser = Parser(
@@ -89,6 +100,7 @@ def make_parser() -> Parser:
         description="Kimi K3 and K3.1-Pro text decoders in JAX.",
         epilog="kimi-jax COMMAND --help explains a command with examples.",
     )
+    parser.add_argument("--version", nargs=0, action=Version, help="show the version and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
         command.add(commands)

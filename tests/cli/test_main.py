@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 from commands import assert_refused
@@ -44,7 +45,7 @@ def test_unforeseen_errors_keep_their_traceback(run, loaded, monkeypatch):
         run("generate", "the cat")
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "plan", "inspect", "bench"])
+@pytest.mark.parametrize("command", ["generate", "chat", "plan", "inspect", "bench", "cache"])
 def test_help_teaches_by_example(capsys, command):
     with pytest.raises(SystemExit) as ended:
         cli.main([command, "--help"])
@@ -71,11 +72,15 @@ def test_help_says_what_an_option_does(capsys):
 def test_options_are_parsed_without_jax():
     """Which reads the number of devices when it starts; and help is there at once."""
     code = (
-        "import sys; from kimi_jax.cli.main import make_parser; make_parser(); "
-        "print('jax' in sys.modules)"
+        "import sys; from kimi_jax.cli.main import main\n"
+        "for words in (['--help'], ['--version'], ['generate', '--temprature', '1']):\n"
+        "    try: main(words)\n"
+        "    except SystemExit: pass\n"
+        "print({'jax', 'flax', 'numpy', 'rich'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.stdout == "False\n", done.stderr
+    assert done.stdout.endswith("\nset()\n") and "--temprature" in done.stderr
+    assert f"kimi-jax {version('kimi-jax')}\n" in done.stdout
 
 
 def test_module_runs_the_command():

@@ -8,12 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import pytest
 from commands import assert_refused
 
-from kimi_jax.cli import devices, output
 from kimi_jax.cli import main as cli
+from kimi_jax.cli import output
 
 
 def stream(content=b"", encoding="utf-8"):
@@ -183,52 +182,3 @@ def test_any_width_of_the_terminal(run, monkeypatch, columns):
     for code, out, err in results:
         assert code == 0 and err == "" and len(out) > 300
         assert max(map(len, out.splitlines())) < 600
-
-
-# The compilation cache.
-
-
-@pytest.fixture
-def uncached(monkeypatch):
-    """No folder that was chosen before."""
-    before = jax.config.values["jax_compilation_cache_dir"]
-    jax.config.update("jax_compilation_cache_dir", None)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    yield
-    jax.config.update("jax_compilation_cache_dir", before)
-
-
-def homeless():
-    raise RuntimeError("Could not determine home directory.")
-
-
-def test_a_user_without_a_home_runs_without_a_cache(run, loaded, monkeypatch, uncached):
-    monkeypatch.setattr(Path, "home", homeless)
-    code, out, err = run("generate", "the cat", "--max-new-tokens", 1)
-    assert code == 0 and out.startswith("the cat")
-    assert err.count("compiled programs are not kept, there is no HOME") == 1
-    assert jax.config.values["jax_compilation_cache_dir"] is None
-
-
-@pytest.mark.parametrize("home", ["/dev/null", "relative", ""])
-def test_a_home_that_cannot_be_written_means_no_cache(monkeypatch, capsys, uncached, home):
-    monkeypatch.setenv("HOME", home)
-    monkeypatch.setattr(os, "access", lambda *_: False)
-    devices.use_compilation_cache()
-    assert "note: compiled programs are not kept" in capsys.readouterr().err
-    assert jax.config.values["jax_compilation_cache_dir"] is None
-
-
-def test_a_cache_folder_of_the_user(monkeypatch, capsys, uncached, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # does not count
-    monkeypatch.setenv("HOME", str(tmp_path))
-    devices.use_compilation_cache()
-    kept = tmp_path / ".cache" / "kimi_jax" / "programs"
-    assert jax.config.values["jax_compilation_cache_dir"] == str(kept) and kept.is_dir()
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "asked"))
-    devices.use_compilation_cache()
-    assert jax.config.values["jax_compilation_cache_dir"] == str(tmp_path / "asked")
-    (tmp_path / "file").touch()
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "file"))
-    devices.use_compilation_cache()
-    assert "a file and not a folder" in capsys.readouterr().err

@@ -1,0 +1,1 @@
+"""Programs that XLA compiled: where they are kept between processes."""
