@@ -81,25 +81,31 @@ def test_a_turn_can_be_asked_again(one):
         assert again.usage.cached_tokens == known
 
 
-@pytest.mark.parametrize("after", [0, 1, 2, 3])
-def test_a_turn_that_was_broken_off_costs_time_and_nothing_else(one, after):
-    session, done = one.session(), 0
+# Every compiled call that a turn makes, and the nth of its kind: a chunk of the prompt, the copy
+# where the prompt ends, the return to that of the prompt before, a multi-step decode.
+CALLS = [("step", 1), ("step", 3), ("copy_row", 1), ("restore_row", 1)]
+CALLS += [("decode_steps", 1), ("decode_steps", 3)]
+
+
+@pytest.mark.parametrize("is_made", [False, True], ids=["before the call", "its results are lost"])
+@pytest.mark.parametrize("name, nth", CALLS)
+def test_a_turn_that_was_broken_off_costs_time_and_nothing_else(
+    one, monkeypatch, name, nth, is_made
+):
+    session = one.session()
     session.generate(ids(20), **EVERY)
-    kept = list(session.tokens)
+    kept = session.tokens = session.tokens[:22]  # behind what the state has seen
+    inner, calls = getattr(one.program, name), iter(range(1, 99))
 
-    def broken(self, logits):
-        nonlocal done
-        done += 1
-        if done > after:
-            raise KeyboardInterrupt
-        return logits
+    def interrupted(*inputs):
+        if next(calls) < nth:
+            return inner(*inputs)
+        if is_made:
+            inner(*inputs)
+        raise KeyboardInterrupt
 
-    program = one.program
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        plain = {name: getattr(program, name) for name in ("step", "trip")}
-        for name, run in plain.items():
-            step = lambda *given, run=run: broken(None, run(*given))  # noqa: E731
-            patch.setitem(program.__dict__, name, step)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setitem(one.program.__dict__, name, interrupted)
         session.generate(ids(40, 1), **EVERY | {"max_new_tokens": 30})
     assert session.tokens == kept
     near(session.generate([3], **EVERY), cold(one, [*kept, 3]))
