@@ -76,4 +76,4 @@ def test_a_prompt_longer_than_a_chunk_and_the_selection_is_taken_whole(model, mo
     logits = model.logits([ids])[0, -1]
     assert reply.tokens == [int(logits.argmax())]
     assert reply.usage.prompt_tokens == 700
-    assert advanced == [256, 256, 188, 1]
+    assert advanced == [512, 188, 1]
