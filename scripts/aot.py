@@ -7,10 +7,17 @@
 No weight exists: the step is traced from shapes, on a CPU. XLA's compiler for CUDA must be there,
 `pip install --no-deps jax-cuda12-plugin jax-cuda12-pjrt` in jaxlib's version; a driver need not.
 
+    python scripts/aot.py k3.1 --mesh 1x8 --batch 64 --context 131072 --bill
+
 Bytes are those of one device. A collective's payload is the larger of what goes in and what comes
 out, in the type that the optimized program gives it: that is what travels. `sent` is what one
 device then sends if all form a ring (for a ragged exchange: at most). Every turn of the loops
 around a collective counts. One in a branch counts as if the branch ran.
+
+`--bill` adds, by named scope, the bytes that kernels read and write, launches (in CUDA graphs and
+not), host waits, products and elementwise operations; loops that do not say their turns and
+branches, with what counts for them; weights and states that are copied; and the floor: weights,
+states and new rows touched once. `scripts/bill/report.py` has the constants of the estimated time.
 """
 
 import argparse
@@ -19,14 +26,19 @@ import json
 import os
 import re
 import resource
-from collections import defaultdict
-from collections.abc import Iterator
+import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import numpy as np
+from bill import floor, rules
+from bill import report as bill_report
+from bill.buffers import in_command_buffers
+from bill.collectives import collectives
+from bill.hlo import parse as parse_hlo
+from bill.walk import Walk
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
@@ -34,8 +46,8 @@ import kimi_jax as kj
 from kimi_jax.model.implementations import Implementations
 from kimi_jax.model.mxfp4 import expert_quantization
 from kimi_jax.parallel.mesh import DATA, MODEL
-from kimi_jax.runtime.probes import compile_step
-from kimi_jax.runtime.program import make_program
+from kimi_jax.runtime.probes import compile_decode_steps, compile_step
+from kimi_jax.runtime.program import Program, make_program
 
 TARGET = """\
 gpu_device_info {
@@ -55,171 +67,6 @@ platform_name: "CUDA"
 dnn_version_info { major: 9 minor: 10 patch: 0 }
 device_description_str: "NVIDIA H200 141GB HBM3e"
 """
-
-
-# What the text of an optimized program says that it sends.
-
-KINDS = (
-    *("all-reduce", "all-gather", "reduce-scatter", "collective-broadcast"),
-    *("all-to-all", "ragged-all-to-all", "collective-permute"),
-)
-_COMPUTATION = re.compile(r"(ENTRY )?%?([\w.-]+) \(.*\{$")
-_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?[\w.-]+ = (.*?) ([a-z][\w-]*)\((.*)$")
-_CALLED = re.compile(r"\b(?:body|condition|calls|to_apply|\w+_computations?)=(\{[^}]*\}|%?[\w.-]+)")
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-_LAYOUT = re.compile(r"\{[^}]*\}|/\*.*?\*/")
-_TYPE_TOKEN = re.compile(r"[()]|\w+\[[\d,]*\]")
-_LISTED_RANKS = re.compile(r"replica_groups=\{\{([\d,]*)\}")
-_COUNTED_RANKS = re.compile(r"replica_groups=\[\d+,(\d+)\]")
-_OP_NAME = re.compile(r'op_name="([^"]*)"')
-_PLUMBING = re.compile(r"jit\(.*\)|shard_map|while|body|closed_call|cond|branch_\d+_fun")
-
-
-class Instruction(NamedTuple):
-    """A line of HLO text: the type of the result, what is done, and operands and attributes."""
-
-    type: str
-    opcode: str
-    rest: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Collective:
-    """One collective instruction and the bytes of one call."""
-
-    kind: str
-    dtype: str  # what travels; several types are joined by +
-    payload: int
-    ranks: int  # devices that take part together
-    scope: str  # where in the decoder it was written
-    calls: int = 1  # in one step
-    bounded: bool = True  # or some loop around it has no known number of turns and counts as one
-
-    @property
-    def sent(self) -> int:
-        """Bytes that a device of a ring sends in one call."""
-        if self.kind in ("collective-permute", "collective-broadcast"):
-            return self.payload
-        rounds = 2 if self.kind == "all-reduce" else 1
-        return rounds * self.payload * (self.ranks - 1) // self.ranks
-
-
-def collectives(hlo: str, devices: int) -> list[Collective]:
-    """Every collective of a program on `devices` devices, equal collectives counted as calls."""
-    bodies, entry = computations(hlo)
-    calls: dict[Collective, int] = defaultdict(int)
-    for name, (times, bounded) in call_counts(bodies, entry).items():
-        for instruction in bodies[name]:
-            found = read_collective(instruction, devices)
-            if found is not None:
-                calls[dataclasses.replace(found, bounded=bounded)] += times
-    return [dataclasses.replace(found, calls=times) for found, times in calls.items()]
-
-
-def computations(hlo: str) -> tuple[dict[str, list[Instruction]], str]:
-    """The instructions of every computation by its name, and the name of the entry."""
-    bodies: dict[str, list[Instruction]] = {}
-    entry, body = "", []
-    for line in hlo.splitlines():
-        if opened := _COMPUTATION.match(line):
-            body = bodies[opened[2]] = []
-            entry = opened[2] if opened[1] else entry
-        elif read := _INSTRUCTION.match(line):
-            body.append(Instruction(*read.groups()))
-    return bodies, entry
-
-
-def call_counts(bodies: dict[str, list[Instruction]], entry: str) -> dict[str, tuple[int, bool]]:
-    """How often one run of the entry runs each computation, and whether all loops around it say
-    their turns.
-    """
-    counts: dict[str, tuple[int, bool]] = {}
-
-    def visit(name: str, times: int, bounded: bool) -> None:
-        so_far, all_bounded = counts.get(name, (0, True))
-        counts[name] = so_far + times, all_bounded and bounded
-        for instruction in bodies[name]:
-            trips = turns(instruction)
-            for called in called_by(instruction):
-                visit(called, times * (trips or 1), bounded and trips is not None)
-
-    visit(entry, 1, True)
-    return counts
-
-
-def called_by(instruction: Instruction) -> Iterator[str]:
-    """The computations that an instruction runs; the end of an asynchronous one runs nothing."""
-    if not instruction.opcode.endswith(("-done", "-update")):
-        for names in _CALLED.findall(instruction.rest):
-            yield from re.findall(r"[\w.-]+", names)
-
-
-def turns(instruction: Instruction) -> int | None:
-    """How often an instruction runs what it calls: once unless it is a loop, None if unknown."""
-    if instruction.opcode != "while":
-        return 1
-    known = _TRIPS.search(instruction.rest)
-    return int(known[1]) if known else None
-
-
-def read_collective(instruction: Instruction, devices: int) -> Collective | None:
-    """The collective that an instruction is or starts, None for any other instruction."""
-    kind = instruction.opcode.removesuffix("-start")
-    if kind not in KINDS:
-        return None
-    type_, ranks = read_type(instruction.type), read_ranks(instruction.rest, devices)
-    if instruction.opcode.endswith("-start") and kind != "all-reduce":
-        sides = [arrays(side) for side in type_[:2]]  # operands, results; then what XLA works with
-    else:
-        scattered = kind == "reduce-scatter"
-        sides = [arrays(type_) * (ranks if scattered else 1)]
-    if kind == "ragged-all-to-all":
-        sides = [side[:1] for side in sides]  # the other operands say who gets which rows
-    travels = max(sides, key=lambda side: sum(map(array_bytes, side)))
-    dtypes = sorted({array.partition("[")[0] for array in travels})
-    payload = sum(map(array_bytes, travels))
-    return Collective(kind, "+".join(dtypes), payload, ranks, read_scope(instruction.rest))
-
-
-def read_type(text: str) -> Any:
-    """A type as nested lists of arrays such as "bf16[8,128]"; other types as they are."""
-    open_: list[list] = [[]]
-    for token in _TYPE_TOKEN.findall(_LAYOUT.sub("", text)):
-        if token == "(":
-            open_.append([])
-        else:
-            open_[-1].append(token) if token != ")" else open_[-2].append(open_.pop())
-    return open_[0][0]
-
-
-def arrays(type_: Any) -> list[str]:
-    """All arrays in a type, in order."""
-    return (
-        [type_] if isinstance(type_, str) else [array for part in type_ for array in arrays(part)]
-    )
-
-
-def array_bytes(array: str) -> int:
-    """The bytes of "bf16[8,128]"."""
-    dtype, _, dims = array.removesuffix("]").partition("[")
-    bits = re.match(r"[a-z]+(\d+)", dtype)
-    size = int(np.prod([int(dim) for dim in dims.split(",") if dim], dtype=object))
-    return -(-size * (int(bits[1]) if bits else 8) // 8)
-
-
-def read_ranks(attributes: str, devices: int) -> int:
-    """How many devices take part in a collective together."""
-    if listed := _LISTED_RANKS.search(attributes):
-        return listed[1].count(",") + 1
-    counted = _COUNTED_RANKS.search(attributes)
-    return int(counted[1]) if counted else devices
-
-
-def read_scope(attributes: str) -> str:
-    """The named scopes of the decoder that an instruction comes from."""
-    name = _OP_NAME.search(attributes)
-    parts = name[1].split("/") if name else []
-    return "/".join(part for part in parts if not _PLUMBING.fullmatch(part))
 
 
 # Compiling a step.
@@ -273,7 +120,12 @@ def parse() -> argparse.Namespace:
     add("config", help="k3, k3.1, or the path of a config.json or of its folder")
     add("--mesh", type=read_mesh, default=(1, 1), metavar="DxM", help="data x model devices (1x1)")
     add("--placement", type=json.loads, default={}, metavar="JSON", help="fields of a Placement")
-    add("--step", choices=("decode", "prefill"), default="decode", help="what to compile (decode)")
+    add(
+        "--step",
+        choices=("decode", "decode_steps", "prefill"),
+        default="decode",
+        help="what to compile (decode)",
+    )
     add("--batch", type=int, default=1, metavar="N", help="requests, padded to a multiple of D (1)")
     add("--context", type=int, default=4096, metavar="N", help="slots for each request (4096)")
     add("--rows", type=int, default=4096, metavar="N", help="tokens of all requests of a prefill")
@@ -282,6 +134,8 @@ def parse() -> argparse.Namespace:
     add("--memory-gb", type=float, metavar="N", help=_MEMORY_HELP)
     add("--target", type=Path, metavar="FILE", help="text that describes the GPU (an H200)")
     add("--hlo", type=Path, metavar="FILE", help="write the optimized program here")
+    add("--bill", action="store_true", help="bytes, launches, waits and products by part")
+    add("--cached", type=int, metavar="N", help="tokens a request has cached (the slots left)")
     add("--json", action="store_true", help="print one JSON object")
     return p.parse_args()
 
@@ -307,11 +161,15 @@ def report(options: argparse.Namespace) -> dict[str, Any]:
         implementations=Implementations(transport=options.transport),
     )
     batch = -(-options.batch // data) * data
-    tokens = 1 if options.step == "decode" else -(-options.rows // batch)
-    compiled, seconds = compile_step(program, batch, tokens, options.context)
+    tokens = -(-options.rows // batch) if options.step == "prefill" else 1
+    with tempfile.TemporaryDirectory() as dump:
+        compiled, seconds = compile_for(program, options, batch, tokens, dump)
+        buffered = in_command_buffers(Path(dump)) if options.bill else frozenset()
     hlo = compiled.as_text()
     if options.hlo:
         options.hlo.write_text(hlo)
+    cached = options.context - tokens if options.cached is None else options.cached
+    load = floor.Load(batch, tokens, cached)
     return {
         **{name: getattr(options, name) for name in ("config", "step", "context", "dtype")},
         "mesh": {DATA: data, MODEL: model},
@@ -326,7 +184,36 @@ def report(options: argparse.Namespace) -> dict[str, Any]:
             {**dataclasses.asdict(found), "sent": found.sent}
             for found in collectives(hlo, data * model)
         ],
+        **(
+            {"bill": bill_of(program, hlo, load, options.context, buffered)} if options.bill else {}
+        ),
     }
+
+
+def compile_for(
+    program: Program, options: argparse.Namespace, batch: int, tokens: int, dump: str
+) -> tuple[Any, dict[str, float]]:
+    """The program that the options ask for, compiled, and the seconds of each phase. For a bill,
+    what XLA says of its launches is dumped.
+    """
+    flags = {"xla_dump_to": dump, "xla_dump_hlo_as_text": True} if options.bill else {}
+    if options.step == "decode_steps":
+        return compile_decode_steps(program, batch, options.context, flags)
+    return compile_step(program, batch, tokens, options.context, flags)
+
+
+def bill_of(
+    program: Program, hlo: str, load: floor.Load, slots: int, buffered: frozenset[str]
+) -> dict[str, Any]:
+    """The bill of a compiled program beside the floor of its step."""
+    walk = Walk(
+        parse_hlo(hlo),
+        rules.loop_rule(program, load),
+        rules.branch_rule(program, load, slots),
+        buffered,
+        devices=program.mesh.size,
+    )
+    return bill_report.as_json(walk.bill(), floor.floor(program, load))
 
 
 def print_report(found: dict[str, Any]) -> None:
@@ -347,8 +234,10 @@ def print_report(found: dict[str, Any]) -> None:
     for name, count in {**used, "in all": needs}.items():
         print(f"  {name:<12}{count:>20,}")
     if needs > found["memory_of_target"]:
-        print("  more than the target holds")
+        print("  MORE THAN THE TARGET HOLDS: XLA then recomputes and orders for memory it lacks")
     print_collectives(found["collectives"], batch * tokens // mesh[DATA])
+    if "bill" in found:
+        bill_report.print_bill(found["bill"])
 
 
 def print_collectives(found: list[dict[str, Any]], rows: int) -> None:

@@ -3,8 +3,6 @@ MLP.
 """
 
 import enum
-from collections.abc import Callable
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -76,34 +74,13 @@ def linear_wide(x: Float[Array, "*rows i"], w: Float[Array, "o i"]) -> Float[Arr
     """x w^T in at least float32, full precision (GPUs would take TF32 by default), not rounded
     back.
     """
-    y = multiply_rows(partial(_dot, "pi,oi->po"), x.reshape(-1, x.shape[-1]), w)
-    return y.reshape(*x.shape[:-1], -1)
-
-
-def _dot(spec: str, a: Array, b: Array) -> Array:
-    """einsum accumulated in at least float32 at full precision, not rounded back."""
-    wide = at_least_float32(a.dtype)
-    return jnp.einsum(spec, a, b, precision=HIGHEST, preferred_element_type=wide)
-
-
-def multiply_rows(
-    multiply: Callable[[Array, Array], Array], x: Float[Array, "*H rows i"], w: Array
-) -> Float[Array, "*H rows o"]:
-    """`multiply(x, w)`, which treats rows alike; on CPUs fewer than three bfloat16 rows are
-    multiplied as eight, each several times.
-
-    XLA on CPU multiplies so few by weights that it widens, 7 times slower than eight. Among eight
-    they get the bits that they have in any larger batch.
-    """
-    rows = x.shape[-2]
-    if x.dtype != jnp.bfloat16 or not 0 < rows < 3:
-        return multiply(x, w)
-
-    def as_eight(x: Array, w: Array) -> Array:
-        eight = jnp.concatenate([x] * (8 // rows), axis=-2)
-        return multiply(eight, w)[..., :rows, :]
-
-    return jax.lax.platform_dependent(x, w, cpu=as_eight, default=multiply)
+    return jnp.einsum(
+        "...i,oi->...o",
+        x,
+        w,
+        precision=HIGHEST,
+        preferred_element_type=at_least_float32(x.dtype),
+    )
 
 
 def rms_norm(

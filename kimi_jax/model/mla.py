@@ -35,7 +35,7 @@ from .indexer import (
     score,
     score_cache,
 )
-from .layers import HIGHEST, Term, linear, multiply_rows, rms_norm, weight
+from .layers import HIGHEST, Term, linear, rms_norm, weight
 from .state import MLAState, from_cache, read_block, write_rows
 from .step import Step
 
@@ -52,7 +52,7 @@ def per_head(x: Float[Array, "B T H i"], w: Float[Array, "H i o"]) -> Float[Arra
     """
     B, T, H, _ = x.shape
     rows = jnp.moveaxis(x, 2, 0).reshape(H, B * T, -1)
-    y = multiply_rows(functools.partial(dot, "hpi,hio->hpo"), rows, w).astype(x.dtype)
+    y = dot("hpi,hio->hpo", rows, w).astype(x.dtype)
     return jnp.moveaxis(y.reshape(H, B, T, -1), 0, 2)
 
 

@@ -21,12 +21,15 @@ from ..model.state import State
 from ..parallel.collectives import all_reduce
 from ..parallel.on_mesh import BY_MODEL_RANK, model_ranks, on_model_ranks
 from ..parallel.reductions import Reduction
-from .model_on_mesh import BY_ROW, STATE, WEIGHTS
+from .model_on_mesh import BY_ROW, REPLICATED, STATE, WEIGHTS
 from .program import Program
+from .rows import Rows
 from .runner import Runner
 
 
-def compile_step(program: Program, B: int, T: int, slots: int) -> tuple[Any, dict[str, float]]:
+def compile_step(
+    program: Program, B: int, T: int, slots: int, compiler_options: dict[str, Any] | None = None
+) -> tuple[Any, dict[str, float]]:
     """A step of at least B rows, T tokens each, compiled from shapes, and the seconds of tracing,
     lowering and compiling. No weight exists.
     """
@@ -34,13 +37,42 @@ def compile_step(program: Program, B: int, T: int, slots: int) -> tuple[Any, dic
     by_row = NamedSharding(program.mesh, BY_ROW)
     ids = jax.ShapeDtypeStruct((B, T), jnp.int32, sharding=by_row)
     lengths = jax.ShapeDtypeStruct((B,), jnp.int32, sharding=by_row)
-    begin = time.perf_counter()
     step = program.step_of("decode" if T == 1 else "prefill")
-    traced = step.trace(program.weight_shapes, program.state_shapes(B, slots), ids, lengths)
+    arguments = (program.weight_shapes, program.state_shapes(B, slots), ids, lengths)
+    return _compile(step, arguments, compiler_options)
+
+
+def compile_decode_steps(
+    program: Program, B: int, slots: int, compiler_options: dict[str, Any] | None = None
+) -> tuple[Any, dict[str, float]]:
+    """`compile_step` for the multi-step decode of at least B rows, 8 steps a call, greedy."""
+    B = program.padded_rows(B)
+    by_row = NamedSharding(program.mesh, BY_ROW)
+    numbers = ("remaining", "seeds", "counts", "top_k", "min_new_tokens")
+    factors = ("temperature", "top_p", "min_p", "repetition_penalty")
+    types = dict.fromkeys(numbers, jnp.int32) | dict.fromkeys(factors, jnp.float32)
+    arrays: dict[str, Any] = {
+        name: jax.ShapeDtypeStruct((B,), dtype, sharding=by_row)
+        for name, dtype in {**types, "active": jnp.bool_}.items()
+    }
+    arrays["stop_ids"] = jax.ShapeDtypeStruct((B, 1), jnp.int32, sharding=by_row)
+    greedy = {"top_logprobs": 0, "draws": False, "masks_stops": False, "steps_per_call": 8}
+    rows = Rows(bias=None, seen=None, **arrays, **greedy)
+    n = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(program.mesh, REPLICATED))
+    steps = jax.jit(program.decode_steps, donate_argnums=1)
+    arguments = (program.weight_shapes, program.state_shapes(B, slots), rows, n)
+    return _compile(steps, arguments, compiler_options)
+
+
+def _compile(
+    jitted: Any, arguments: tuple, compiler_options: dict[str, Any] | None
+) -> tuple[Any, dict[str, float]]:
+    begin = time.perf_counter()
+    traced = jitted.trace(*arguments)
     traced_at = time.perf_counter()
     lowered = traced.lower()
     lowered_at = time.perf_counter()
-    compiled = lowered.compile()
+    compiled = lowered.compile(compiler_options)
     seconds = {
         "trace": traced_at - begin,
         "lower": lowered_at - traced_at,
