@@ -37,7 +37,7 @@ demo: setup
 
 test: setup
 	.venv/bin/ruff check
-	JAX_PLATFORMS=cpu .venv/bin/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 --durations 8
+	JAX_PLATFORMS=cpu .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations 8
 
 lint: setup
 	.venv/bin/ruff check

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import lzma
 import os
+import signal
 import sys
 import tarfile
 from pathlib import Path
@@ -45,6 +46,33 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 install_import_hook("kimi_jax", "beartype.beartype")
 
+# Files that take longest, longest first: what begins last is short, so that two workers end
+# together. With `--no-loadscope-reorder` pytest-xdist hands out files in this order.
+LONGEST = (
+    "system/test_golden.py",
+    "system/test_mesh.py",
+    "system/test_systems.py",
+    "generation/test_engine.py",
+    "generation/test_sessions.py",
+    "generation/test_generate.py",
+    "model/test_decoder.py",
+    "runtime/test_reshard.py",
+    "system/test_ring_model.py",
+    "generation/test_options.py",
+    "parallel/test_watch.py",
+    "docs/test_notebooks.py",
+    "system/test_shipped.py",
+    "docs/test_readme.py",
+    "generation/test_prefix_cache.py",
+    "text/test_tokenizer.py",
+)
+
+
+def pytest_collection_modifyitems(items):
+    """The longest files first."""
+    ranks = {ROOT / "tests" / name: rank for rank, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
+
 
 @pytest.fixture(scope="module", autouse=True)
 def programs_end_with_their_module():
@@ -57,6 +85,14 @@ def programs_end_with_their_module():
     gc.collect()
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
+
+
+@pytest.fixture
+def heeds_interrupts():
+    """A background job of a shell ignores SIGINT, and so would the processes that it starts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,8 @@
 """What tests of several devices share: functions run per device, groups of ranks, pairwise cases, a
-stand-in for the ragged transport, an address for several processes.
+stand-in for the ragged transport.
 """
 
 import itertools
-import socket
 
 import jax
 import jax.numpy as jnp
@@ -109,9 +108,3 @@ def every_pair(factors):
         best = max(every, key=lambda case: len(pairs[case] & missing))
         missing -= pairs[best]
         yield tuple(values[i] for values, i in zip(factors, best, strict=True))
-
-
-def free_address():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{free.getsockname()[1]}"

@@ -24,6 +24,9 @@ AWKWARD = kj.Config(
     index_topk=9, quantized=True, bos=1, eos=(2,), pad=0,
 )  # fmt: skip
 
+# The same in two layers, which compile in half the time: KDA with a dense MLP, MLA with experts.
+SHALLOW = dataclasses.replace(AWKWARD, layers=2, mla_layers=(1,), dense_layers=1)
+
 # The other answers: softplus and low-rank gates, softmax router, no selection, tied head, no MLA
 # gate, no latent norm.
 FAMILY = dataclasses.replace(
@@ -48,7 +51,10 @@ MESHED = dataclasses.replace(
     shared_experts=1, max_positions=512,
 )  # fmt: skip
 
-# The same with sizes that divide by nothing.
+# The same in two layers, which compile faster: KDA with a dense MLP, MLA with experts.
+SHALLOW_MESHED = dataclasses.replace(MESHED, layers=2, mla_layers=(1,))
+
+# MESHED with sizes that divide by nothing.
 ODD = dataclasses.replace(
     MESHED, vocab=83, kda_heads=6, heads=5, dense_ffn=41, experts=10, active_experts=3,
 )  # fmt: skip

@@ -6,17 +6,14 @@ import dataclasses
 import functools
 import itertools
 import json
-import os
 import signal
-import subprocess
 import sys
 
 import jax
 import numpy as np
 import pytest
-from conftest import ROOT
-from devices import free_address
-from models import MESHED, compilations, write
+from models import MESHED, SHALLOW_MESHED, compilations, write
+from pairs import results_of, start_pair
 from tolerances import PATHS
 
 import kimi_jax as kj
@@ -308,21 +305,14 @@ def test_two_processes_write_what_one_does(tmp_path):
     """Five prompts through the one slot that each data rank has; also after a stream that was
     closed, behind prefixes that are known, and in a session.
     """
-    folder, prompts = write(MESHED, tmp_path / "model"), prompts_of((5, 16, 3, 9, 1))
-    address = free_address()
-    cache = {"JAX_COMPILATION_CACHE_DIR": jax.config.values["jax_compilation_cache_dir"]}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, folder, address, str(me), json.dumps(prompts)],
-            cwd=ROOT, env=os.environ | cache, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            text=True,
-        )
-        for me in range(2)
-    ]  # fmt: skip
-    said = [process.communicate(timeout=400) for process in started]
+    folder, prompts = write(SHALLOW_MESHED, tmp_path / "model"), prompts_of((5, 16, 3, 9, 1))
+    asked = json.dumps(prompts)
+    said = results_of(
+        start_pair(lambda at, me: [sys.executable, "-c", SCRIPT, folder, at, str(me), asked])
+    )
     one = kj.load(folder, dtype="float32")
     wanted = [reply.tokens for reply in one.generate(prompts, max_new_tokens=5, stop_tokens=[])]
-    for out, errors in said:
+    for _, out, errors in said:
         assert out, errors
         known = [0, 16, 0, 8, 0, 9]
         assert json.loads(out.splitlines()[-1]) == [wanted] * 3 + [wanted[1]] * 2 + [known]

@@ -5,7 +5,7 @@ import inspect
 
 import numpy as np
 import pytest
-from models import AWKWARD, compilations, write
+from models import SHALLOW, compilations, write
 
 import kimi_jax as kj
 from kimi_jax.cli.options import SHIPPED
@@ -20,7 +20,7 @@ SAMPLING = dict(max_new_tokens=6, stop_tokens=[])
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("options") / "model"
-    return kj.load(write(AWKWARD, folder), dtype="float32", chunk=16)
+    return kj.load(write(SHALLOW, folder), dtype="float32", chunk=16)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_sampling_may_be_one_a_prompt_too(shipped):
     [
         ("stop_tokens", [1, 2], [{1, 2}, {1, 2}]),
         ("stop_tokens", [[1], [2, 3]], [{1}, {2, 3}]),
-        ("stop_tokens", [None, []], [set(AWKWARD.eos), set()]),
+        ("stop_tokens", [None, []], [set(SHALLOW.eos), set()]),
         ("stop_tokens", np.array([[1], [2]]), [{1}, {2}]),
         ("stop_tokens", [{1}, (2,)], [{1}, {2}]),
         ("stop_tokens", {1, 2}, [{1, 2}, {1, 2}]),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jaxtyping import TypeCheckError
 from models import MESHED, write
-from reuse import EVERY, PLACES, cache_of, cold, ids, load, near, same
+from reuse import CHUNK, EVERY, PLACES, cache_of, cold, ids, load, near, same
 
 import kimi_jax as kj
 from kimi_jax.cli.options import SHIPPED
@@ -205,7 +205,7 @@ def test_sessions_refuse_by_name(one):
 
 @pytest.fixture(scope="module")
 def shipped():
-    return kj.load(SHIPPED)
+    return kj.load(SHIPPED, chunk=CHUNK)
 
 
 def begun(model):

@@ -4,6 +4,7 @@ Each function of a test runs on every device of a mesh; its inputs and outputs l
 of the device (`per_device`), so that every rank's own numbers are given and seen.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -62,11 +63,41 @@ def complete(x, rows):
     return np.concatenate([x, np.zeros((rows - len(x), *x.shape[1:]), x.dtype)])
 
 
-@one_of("data,model,axis", MESHES, ids=str)
-def test_rows_and_columns_are_cut_and_joined(data, model, axis):
-    """Every slice equals numpy's, every way back is the identity, nothing but zeros is added."""
+@dataclasses.dataclass(frozen=True)
+class Moved:
+    """What one device of `n` made of the full array x [P, L] of its group, as rank `rank`."""
+
+    x: np.ndarray
+    n: int
+    rank: int
+    got: dict[str, np.ndarray]
+
+    @property
+    def rows_per_rank(self):
+        return -(-len(self.x) // self.n)
+
+    @property
+    def padded(self):
+        """x, zero-padded to a multiple of the ranks."""
+        return complete(self.x, self.n * self.rows_per_rank)
+
+    @property
+    def local_rows(self):
+        """This rank's rows of x, zero-padded."""
+        first = self.rank * self.rows_per_rank
+        return self.padded[first : first + self.rows_per_rank]
+
+    @property
+    def local_columns(self):
+        """This rank's columns of x."""
+        width = self.x.shape[1] // self.n
+        return self.x[:, self.rank * width : (self.rank + 1) * width]
+
+
+@functools.cache
+def every_movement(data, model, axis):
+    """`Moved` of every device and row count, by one program."""
     n, rng = groups(data, model, axis).shape[1], np.random.default_rng(0)
-    devices, L = data * model, 2 * n
 
     def move(x):
         P = len(x)
@@ -83,42 +114,82 @@ def test_rows_and_columns_are_cut_and_joined(data, model, axis):
             beside=collectives.all_gather(columns, 1, axis),
         )
 
-    def each(xs):
-        return [move(x) for x in xs]
-
     # Every group of devices has numbers of its own; all devices of a group hold the same ones.
-    group_of = np.zeros(devices, int)
+    group_of = np.zeros(data * model, int)
     for g, group in enumerate(groups(data, model, axis)):
         group_of[group] = g
     row_numbers = row_counts(n) if data == 1 else [n + 1]
-    xs = [rng.normal(size=(group_of.max() + 1, P, L)) for P in row_numbers]
+    xs = [rng.normal(size=(group_of.max() + 1, P, 2 * n)) for P in row_numbers]
     for x in xs:
         x[0, 0, :2] = np.nan, -0.0
-    results = quick_jit(per_device(each, data, model))([x[group_of] for x in xs])
-    for whole, moved in zip(xs, results, strict=True):
-        P, c = whole.shape[1], -(-whole.shape[1] // n)
-        for g, group in enumerate(groups(data, model, axis)):
-            x, padded = whole[g], complete(whole[g], n * c)
-            for r, device in enumerate(group):
-                got = {name: value[device] for name, value in moved.items()}
-                own, mine = slice(r * c, (r + 1) * c), slice(r * L // n, (r + 1) * L // n)
-                inside = (np.arange(P) >= r * c) & (np.arange(P) < (r + 1) * c)
-                same_bits(got["own"], padded[own])
-                same_bits(got["zeros"], np.where(inside[:, None], x, 0.0))
-                np.testing.assert_array_equal(got["sum"], x)
-                same_bits(got["columns"], x[:, mine])
-                same_bits(got["to_rows"], padded[own].reshape(c, n, -1))
-                same_bits(got["to_columns"], x[:, mine])
-                same_bits(got["joined"], padded)
-                same_bits(got["beside"], x)
+    run = quick_jit(per_device(lambda xs: [move(x) for x in xs], data, model))
+    results = run([x[group_of] for x in xs])
+    return [
+        Moved(whole[g], n, rank, {name: np.asarray(value[device]) for name, value in got.items()})
+        for whole, got in zip(xs, results, strict=True)
+        for g, group in enumerate(groups(data, model, axis))
+        for rank, device in enumerate(group)
+    ]
 
 
-@one_of("data,model,axis", MESHES, ids=str)
-def test_a_reduce_scatter_gives_the_rows_of_the_all_reduce(data, model, axis):
-    n = groups(data, model, axis).shape[1]
-    x = np.random.default_rng(0).normal(size=(data * model, 3 * n, 5)).astype(np.float32)
-    # Whole numbers as well: their sums are exact in any order, so that numpy's is the answer.
-    whole = np.round(8 * x)
+on_meshes = one_of("data,model,axis", MESHES, ids=str)
+
+
+@on_meshes
+def test_local_rows_are_a_slice_padded_with_zeros(data, model, axis):
+    for moved in every_movement(data, model, axis):
+        same_bits(moved.got["own"], moved.local_rows)
+
+
+@on_meshes
+def test_local_rows_in_their_place_have_zeros_around_them(data, model, axis):
+    for moved in every_movement(data, model, axis):
+        rank_of = np.arange(len(moved.x)) // moved.rows_per_rank
+        same_bits(moved.got["zeros"], np.where((rank_of == moved.rank)[:, None], moved.x, 0.0))
+
+
+@on_meshes
+def test_rows_in_their_places_sum_to_the_whole(data, model, axis):
+    for moved in every_movement(data, model, axis):
+        np.testing.assert_array_equal(moved.got["sum"], moved.x)
+
+
+@on_meshes
+def test_local_columns_are_a_slice(data, model, axis):
+    for moved in every_movement(data, model, axis):
+        same_bits(moved.got["columns"], moved.local_columns)
+
+
+@on_meshes
+def test_columns_become_local_rows_with_the_part_of_each_rank(data, model, axis):
+    for moved in every_movement(data, model, axis):
+        rows = moved.local_rows.reshape(moved.rows_per_rank, moved.n, -1)
+        same_bits(moved.got["to_rows"], rows)
+
+
+@on_meshes
+def test_local_rows_become_local_columns(data, model, axis):
+    for moved in every_movement(data, model, axis):
+        same_bits(moved.got["to_columns"], moved.local_columns)
+
+
+@on_meshes
+def test_gathered_rows_are_the_whole_and_its_zeros(data, model, axis):
+    for moved in every_movement(data, model, axis):
+        same_bits(moved.got["joined"], moved.padded)
+
+
+@on_meshes
+def test_gathered_columns_are_the_whole(data, model, axis):
+    for moved in every_movement(data, model, axis):
+        same_bits(moved.got["beside"], moved.x)
+
+
+@functools.cache
+def reduced(data, model, axis):
+    """Numbers and whole numbers, whose sums are exact in any order; of each the all-reduce, the
+    reduce-scatter, and the local rows of the all-reduce.
+    """
 
     def both(x):
         scattered = collectives.reduce_scatter(x, axis=axis)
@@ -126,42 +197,76 @@ def test_a_reduce_scatter_gives_the_rows_of_the_all_reduce(data, model, axis):
         rows = collectives.local_rows(total, axis)
         return total, scattered, rows
 
-    run = quick_jit(per_device(both, data, model))
-    _, scattered, rows = run(x)
-    same_bits(scattered, rows)
-    total, scattered, _ = run(whole)
+    n, run = groups(data, model, axis).shape[1], quick_jit(per_device(both, data, model))
+    x = np.random.default_rng(0).normal(size=(data * model, 3 * n, 5)).astype(np.float32)
+    return {"numbers": (x, run(x)), "whole numbers": (np.round(8 * x), run(np.round(8 * x)))}
+
+
+@on_meshes
+def test_a_reduce_scatter_gives_the_rows_of_the_all_reduce(data, model, axis):
+    for _, (_, scattered, rows) in reduced(data, model, axis).values():
+        same_bits(scattered, rows)
+
+
+@on_meshes
+def test_an_all_reduce_is_the_sum_over_its_group(data, model, axis):
+    x, (total, *_) = reduced(data, model, axis)["whole numbers"]
     for group in groups(data, model, axis):
-        expected = whole[group].sum(0)
-        for r, device in enumerate(group):
-            np.testing.assert_array_equal(total[device], expected)
-            np.testing.assert_array_equal(scattered[device], expected[3 * r : 3 * r + 3])
+        for device in group:
+            np.testing.assert_array_equal(total[device], x[group].sum(0))
+
+
+@on_meshes
+def test_a_reduce_scatter_is_a_slice_of_the_sum_over_its_group(data, model, axis):
+    x, (_, scattered, _) = reduced(data, model, axis)["whole numbers"]
+    for group in groups(data, model, axis):
+        rows = np.split(x[group].sum(0), len(group))
+        for device, expected in zip(group, rows, strict=True):
+            np.testing.assert_array_equal(scattered[device], expected)
 
 
 def embed(table, tokens):
     return collectives.all_reduce(collectives.embed(table, tokens))
 
 
-@one_of("n", [1, 2, 3, 4, 8])
-def test_embedding_is_a_table_lookup_with_padded_vocabulary(n):
-    """What completes the table is never read: it holds NaN here, as do the first rows of ranks
-    whose tokens are elsewhere.
+VOCAB, DIM = 13, 3
+TABLE = np.random.default_rng(0).normal(size=(VOCAB, DIM)).astype(np.float32)
+
+
+@functools.cache
+def embedding(n):
+    """(table [VOCAB, DIM], tokens) -> embeddings on each of n ranks; the vocabulary is padded with
+    NaN to a multiple of the ranks.
     """
-    vocab, D = 13, 3
-    table = np.random.default_rng(0).normal(size=(vocab, D)).astype(np.float32)
-    held = -(-vocab // n)
-    padded = np.full((n * held, D), np.nan, np.float32)
-    padded[:vocab] = table
-    tokens = np.array([[12, 1, 2, 11, 1], [5, 8, 1, 12, 10]], np.int32)
-    for first in range(0, vocab, held):
-        if first not in tokens:
-            padded[first] = np.nan
-    shards = padded.reshape(n, held, D)
     run = quick_jit(per_device(embed, 1, n))
-    everywhere = lambda x: np.broadcast_to(x, (n, *x.shape))  # noqa: E731
-    np.testing.assert_array_equal(run(shards, everywhere(tokens)), everywhere(table[tokens]))
-    all_ids = np.arange(vocab, dtype=np.int32)
-    padded[:vocab] = table
-    np.testing.assert_array_equal(run(shards, everywhere(all_ids)), everywhere(table))
+
+    def lookup(table, tokens):
+        held = -(-VOCAB // n)
+        padded = np.full((n * held, DIM), np.nan, np.float32)
+        padded[:VOCAB] = table
+        return run(padded.reshape(n, held, DIM), np.broadcast_to(tokens, (n, *tokens.shape)))
+
+    return lookup
+
+
+def assert_everywhere(found, expected):
+    np.testing.assert_array_equal(found, np.broadcast_to(expected, found.shape))
+
+
+@one_of("n", [1, 2, 3, 4, 8])
+def test_every_id_is_looked_up_in_a_padded_vocabulary(n):
+    ids = np.arange(VOCAB, dtype=np.int32)[None]
+    assert_everywhere(embedding(n)(TABLE, ids), TABLE[ids])
+
+
+@one_of("n", [1, 2, 3, 4, 8])
+def test_an_embedding_reads_no_row_of_ranks_that_hold_no_token(n):
+    """NaN stands in the first row of those ranks, which an id that is not theirs must not read."""
+    tokens = np.array([[12, 1, 2, 11, 1, 5, 8, 1, 12, 10]], np.int32)
+    table = TABLE.copy()
+    firsts = np.arange(0, VOCAB, -(-VOCAB // n))
+    table[np.setdiff1d(firsts, tokens)] = np.nan
+    assert_everywhere(embedding(n)(table, tokens), TABLE[tokens])
 
 
 def test_one_device_runs_without_collectives():
@@ -318,7 +423,7 @@ def test_the_stand_in_equals_plain_loops(n, each):
     np.testing.assert_array_equal(run_stand_in(*arguments, received), ragged_twin(*arguments))
 
 
-@functools.lru_cache
+@functools.cache
 def run_exchange(data, model, axis):
     """Both transports there and back: padded out of blocks that hold zeros beyond their counts,
     ragged out of blocks that hold anything there. Counts are data: one program for all of them.
@@ -338,8 +443,10 @@ def run_exchange(data, model, axis):
     return quick_jit(per_device(both_ways, data, model))
 
 
-def check_exchange(data, model, axis, matrices, dtype=np.uint32):
-    """`matrices` [groups, n, n]: the counts of each group of devices that exchange."""
+def exchanged(data, model, axis, matrices, dtype=np.uint32):
+    """Blocks, counts of each device, and what both transports give. `matrices` [groups, n, n]: the
+    counts of each group of devices that exchange.
+    """
     n, devices = matrices.shape[1], data * model
     rng = np.random.default_rng(0)
     random = rng.integers(1, 2**32, (devices, n, C, X)).astype(np.uint32)
@@ -349,47 +456,76 @@ def check_exchange(data, model, axis, matrices, dtype=np.uint32):
         real[group] = (np.arange(C) < matrix[..., None])[..., None]
     dirty = random.view(dtype)
     blocks = np.where(real, dirty, dtype(0))
-    got = run_exchange(data, model, axis)(blocks, dirty, counts)
+    return blocks, counts, run_exchange(data, model, axis)(blocks, dirty, counts)
+
+
+def assert_blocks_reach_their_rank(data, model, axis, exchange):
+    blocks, _, got = exchange
     for group in groups(data, model, axis):
-        for r, device in enumerate(group):
-            for i, source in enumerate(group):
-                same_bits(got["padded"][device, i], blocks[source, r])
-    for name, expected in {
-        "ragged": got["padded"],
-        "padded_back": blocks,
-        "ragged_back": blocks,
-    }.items():
-        same_bits(got[name], expected)
+        for rank, device in enumerate(group):
+            same_bits(got["padded"][device], np.stack([blocks[source, rank] for source in group]))
+
+
+def assert_both_transports_are_equal(data, model, axis, exchange):
+    _, _, got = exchange
+    same_bits(got["ragged"], got["padded"])
+
+
+def assert_the_way_back_is_the_inverse(data, model, axis, exchange):
+    blocks, _, got = exchange
+    same_bits(got["padded_back"], blocks)
+    same_bits(got["ragged_back"], blocks)
+
+
+def assert_counts_are_gathered(data, model, axis, exchange):
+    _, counts, got = exchange
     np.testing.assert_array_equal(got["counts"], counts)
 
 
+CLAIMS = {
+    "blocks reach their rank": assert_blocks_reach_their_rank,
+    "both transports are equal": assert_both_transports_are_equal,
+    "the way back is the inverse": assert_the_way_back_is_the_inverse,
+    "counts are gathered": assert_counts_are_gathered,
+}
 EXCHANGES = [*LINES[1:], (2, 4, BOTH), (4, 2, DATA)]
 
 
-@one_of("data,model,axis", EXCHANGES, ids=str)
-def test_exchange_at_extreme_counts(ragged_on_cpu, data, model, axis):
-    """Padded and ragged transport place equal bytes, and the way back is the exact inverse."""
+@functools.cache
+def at_extreme_counts(data, model, axis):
     count, n = groups(data, model, axis).shape
     every = [matrix for _, matrix in loads(n)]
-    for k in range(len(every)):
-        check_exchange(data, model, axis, np.stack([every[k - g] for g in range(count)]))
+    matrices = [np.stack([every[k - g] for g in range(count)]) for k in range(len(every))]
+    return [exchanged(data, model, axis, each) for each in matrices]
+
+
+@one_of("data,model,axis", EXCHANGES, ids=str)
+@one_of("claim", CLAIMS)
+def test_exchange_at_extreme_counts(ragged_on_cpu, data, model, axis, claim):
+    for exchange in at_extreme_counts(data, model, axis):
+        CLAIMS[claim](data, model, axis, exchange)
 
 
 @one_of("data,model,axis", EXCHANGES, ids=str)
 def test_exchange_at_any_counts(ragged_on_cpu, data, model, axis):
+    """All of that, for counts that hypothesis draws."""
     count, n = groups(data, model, axis).shape
 
     @settings(max_examples=15, deadline=None, derandomize=True)
     @given(st.lists(counts_matrices(n, C), min_size=count, max_size=count))
     def check(matrices):
-        check_exchange(data, model, axis, np.stack(matrices))
+        exchange = exchanged(data, model, axis, np.stack(matrices))
+        for claim in CLAIMS.values():
+            claim(data, model, axis, exchange)
 
     check()
 
 
-def test_numbers_are_exchanged_bit_for_bit(ragged_on_cpu):
+@one_of("claim", CLAIMS)
+def test_numbers_are_exchanged_bit_for_bit(ragged_on_cpu, claim):
     """NaN with payloads among them: every bit pattern travels as a number, too."""
-    check_exchange(1, 4, MODEL, np.full((1, 4, 4), 2), np.float32)
+    exchange = exchanged(1, 4, MODEL, np.full((1, 4, 4), 2), np.float32)
+    CLAIMS[claim](1, 4, MODEL, exchange)
 
 
 @one_of("data,model,axis", [(1, 8, MODEL), (2, 4, BOTH), (2, 4, MODEL)], ids=str)
@@ -411,8 +547,15 @@ def test_the_real_ragged_exchange_is_accepted_for_gpus(data, model, axis, dtype)
     assert f"[{members}]" in text
 
 
-def test_cpus_take_the_padded_transport_and_refuse_the_ragged_one():
-    config = small_config(heads=4, kda_heads=4, experts=12)
-    assert make_program(config, make_mesh(1, 4)).implementations.transport == "padded"
+DIVISIBLE = small_config(heads=4, kda_heads=4, experts=12)
+
+
+def test_cpus_take_the_padded_transport():
+    assert make_program(DIVISIBLE, make_mesh(1, 4)).implementations.transport == "padded"
+
+
+def test_cpus_refuse_the_ragged_transport():
     with pytest.raises(NotImplementedError, match=r"transport='ragged'"):
-        make_program(config, make_mesh(1, 4), implementations=Implementations(transport="ragged"))
+        make_program(
+            DIVISIBLE, make_mesh(1, 4), implementations=Implementations(transport="ragged")
+        )

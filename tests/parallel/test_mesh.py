@@ -73,39 +73,75 @@ def test_every_kind_of_mesh_becomes_one_of_automatic_axes_on_its_devices(kind, s
     assert as_mesh(mesh) is mesh
 
 
-@pytest.mark.parametrize("kind", ["explicit axis types", "the last devices"])
-def test_other_meshes_run(folder, expected, kind):
-    mesh = MESHES[kind](1, 2)
-    model = kj.load(folder, mesh)
-    assert set(model.mesh.devices.flat) == set(mesh.devices.flat)
-    replies = model.generate(PROMPTS, max_new_tokens=3, stop_tokens=[])
+@pytest.fixture(scope="module", params=["explicit axis types", "the last devices"])
+def other_mesh(request):
+    return MESHES[request.param](1, 2)
+
+
+@pytest.fixture(scope="module")
+def on_other_mesh(folder, other_mesh):
+    return kj.load(folder, other_mesh)
+
+
+def test_a_model_lives_on_the_devices_of_its_mesh(on_other_mesh, other_mesh):
+    assert set(on_other_mesh.mesh.devices.flat) == set(other_mesh.devices.flat)
+
+
+def test_other_meshes_generate_the_same(on_other_mesh, expected):
+    replies = on_other_mesh.generate(PROMPTS, max_new_tokens=3, stop_tokens=[])
     assert [reply.tokens for reply in replies] == expected
-    kj.Placement().check(MESHED, mesh)
-    assert kj.plan(MESHED, mesh).total_bytes == kj.plan(MESHED, model.mesh).total_bytes
+
+
+def test_placements_are_checked_against_other_meshes(other_mesh):
+    kj.Placement().check(MESHED, other_mesh)
+
+
+def test_other_meshes_are_planned_the_same(on_other_mesh, other_mesh):
+    plans = [kj.plan(MESHED, mesh) for mesh in (other_mesh, on_other_mesh.mesh)]
+    assert plans[0].total_bytes == plans[1].total_bytes
+
+
+def test_a_state_moves_to_another_mesh(folder, on_other_mesh, other_mesh):
     state = kj.load(folder).new_state(2, 16)
-    assert kj.move(state, kj.Placement(), mesh).home.mesh == model.mesh
-    assert device_memory(mesh)
+    assert kj.move(state, kj.Placement(), other_mesh).home.mesh == on_other_mesh.mesh
 
 
-@pytest.mark.parametrize("context", ["explicit", "other", "third"])
-def test_a_mesh_set_by_the_caller_does_not_matter(folder, expected, context):
-    """`jax.set_mesh` is the caller's own: models run on their own mesh all the same."""
-    mesh = {
-        "explicit": explicit(1, 2),
-        "other": kj.make_mesh(2, 2),
-        "third": jax.make_mesh((8,), ("x",)),
-    }[context]
-    with jax.set_mesh(mesh):
-        model = kj.load(folder, explicit(2, 2))
-        replies = model.generate(PROMPTS, max_new_tokens=3, stop_tokens=[])
-        assert [reply.tokens for reply in replies] == expected
-        state = model.new_state(3, 16)
-        logits, state = model.prefill(state, np.arange(6).reshape(3, 2) + 3)
-        logits, state = model.decode(state, np.array([4, 5, 6]))
-        assert logits.shape == (3, MESHED.vocab)
-        logits = model.logits(np.arange(6).reshape(3, 2) + 3)
-        assert logits.shape == (3, 2, MESHED.vocab)
-        assert kj.move(state, kj.Placement(keys="helix", helix_block=4)).batch == 3
+def test_the_memory_of_other_meshes_is_found(other_mesh):
+    assert device_memory(other_mesh)
+
+
+# `jax.set_mesh` is the caller's own: models run on their own mesh all the same.
+
+SET_BY_CALLER = {
+    "explicit": lambda: explicit(1, 2),
+    "other": lambda: kj.make_mesh(2, 2),
+    "third": lambda: jax.make_mesh((8,), ("x",)),
+}
+
+
+@pytest.fixture(params=SET_BY_CALLER)
+def under_another_mesh(request, folder):
+    """A model on 2x2 devices, loaded and used under a mesh that the caller set."""
+    with jax.set_mesh(SET_BY_CALLER[request.param]()):
+        yield kj.load(folder, explicit(2, 2))
+
+
+def test_a_mesh_set_by_the_caller_does_not_matter_to_generation(under_another_mesh, expected):
+    replies = under_another_mesh.generate(PROMPTS, max_new_tokens=3, stop_tokens=[])
+    assert [reply.tokens for reply in replies] == expected
+
+
+def test_a_mesh_set_by_the_caller_does_not_matter_to_steps_and_moves(under_another_mesh):
+    model = under_another_mesh
+    _, state = model.prefill(model.new_state(3, 16), np.arange(6).reshape(3, 2) + 3)
+    logits, state = model.decode(state, np.array([4, 5, 6]))
+    assert logits.shape == (3, MESHED.vocab)
+    assert kj.move(state, kj.Placement(keys="helix", helix_block=4)).batch == 3
+
+
+def test_a_mesh_set_by_the_caller_does_not_matter_to_logits(under_another_mesh):
+    logits = under_another_mesh.logits(np.arange(6).reshape(3, 2) + 3)
+    assert logits.shape == (3, 2, MESHED.vocab)
 
 
 def two_of_a_kind():

@@ -110,32 +110,58 @@ def run_both(n, how, partials):
     return map(bits, program(n, both(how))(partials))
 
 
-def agree(n, how, partials):
-    """Every rank holds the bits of the definition; the scattered rows are those of the sum."""
+def assert_sum_is_defined(n, how, partials):
+    """Every rank holds the bits of the definition."""
+    whole, _ = run_both(n, how, partials)
     expected = bits(emulate(partials, how))
-    whole, own = run_both(n, how, partials)
     np.testing.assert_array_equal(whole, np.broadcast_to(expected, whole.shape))
-    rows = own.reshape(-1, own.shape[-1])
-    assert own.shape[1] == -(-len(expected) // n)
+
+
+def assert_rows_are_those_of_the_sum(n, how, partials):
+    """Each rank keeps its rows of the definition, and zeros where there is no row left."""
+    _, local = run_both(n, how, partials)
+    expected = bits(emulate(partials, how))
+    rows = local.reshape(-1, local.shape[-1])
+    assert local.shape[1] == -(-len(expected) // n)
     np.testing.assert_array_equal(rows[: len(expected)], expected)
     assert not rows[len(expected) :].any()
 
 
+HALVES = {"sum": assert_sum_is_defined, "scattered rows": assert_rows_are_those_of_the_sum}
+each_half = pytest.mark.parametrize("half", HALVES)
+
+
+def cases_of(n, how):
+    """Partials of every kind; a row count that every n divides for plain algorithms only."""
+    for shape in SHAPES if how == Reduction(how.algorithm) else SHAPES[1:]:
+        for kind in KINDS:
+            yield draw(kind, n, shape)
+
+
 @pytest.mark.parametrize("n, how", CASES)
 def test_every_rank_holds_the_bits_of_the_definition(n, how):
-    plain = how == Reduction(how.algorithm)
-    for shape in SHAPES if plain else SHAPES[1:]:
-        for kind in KINDS:
-            agree(n, how, draw(kind, n, shape))
+    for partials in cases_of(n, how):
+        assert_sum_is_defined(n, how, partials)
 
 
+@pytest.mark.parametrize("n, how", CASES)
+def test_scattered_rows_have_the_bits_of_the_sum(n, how):
+    for partials in cases_of(n, how):
+        assert_rows_are_those_of_the_sum(n, how, partials)
+
+
+@each_half
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("how", [SUM, TWO_SHOT, MIXED])
-def test_wider_types_keep_their_own_precision(how, dtype):
+def test_wider_types_are_reduced_by_their_definition(how, dtype, half):
+    HALVES[half](3, how, draw(opposite, 3, SHAPES[1], dtype))
+
+
+@pytest.mark.parametrize("dtype, near", [("float32", 1e-6), ("float64", 1e-15)])
+@pytest.mark.parametrize("how", [SUM, TWO_SHOT, MIXED])
+def test_wider_types_keep_their_own_precision(how, dtype, near):
     partials = draw(opposite, 3, SHAPES[1], dtype)
-    agree(3, how, partials)
-    close = {"float32": 1e-6, "float64": 1e-15}[dtype]
-    np.testing.assert_allclose(emulate(partials, how), partials.sum(0, float), atol=close)
+    np.testing.assert_allclose(emulate(partials, how), partials.sum(0, float), atol=near)
 
 
 def test_the_exact_sum_is_in_rank_order():
@@ -145,9 +171,10 @@ def test_the_exact_sum_is_in_rank_order():
         assert (bits(emulate_exact(partials)) != other).mean() > 0.1  # else the data shows nothing
 
 
-def test_fewer_rows_than_ranks():
-    for how in (TWO_SHOT, RING_FP32, RING):
-        agree(4, how, draw(gaussian, 4, (3, 5)))
+@each_half
+@pytest.mark.parametrize("how", [TWO_SHOT, RING_FP32, RING], ids=lambda how: how.algorithm)
+def test_fewer_rows_than_ranks(how, half):
+    HALVES[half](4, how, draw(gaussian, 4, (3, 5)))
 
 
 def test_a_tensor_is_cut_flat_where_the_ranks_divide_its_rows():
@@ -164,11 +191,18 @@ def test_a_tensor_is_cut_flat_where_the_ranks_divide_its_rows():
     np.testing.assert_array_equal(whole[0].reshape(n, -1), bits(expected))
 
 
-def test_the_exact_ring_is_two_shot_and_the_rounding_ring_is_not():
-    partials = draw(gaussian, 8, SHAPES[0])
-    sums = [next(iter(run_both(8, how, partials)))[0] for how in (TWO_SHOT, RING_FP32, RING)]
-    np.testing.assert_array_equal(sums[0], sums[1])
-    assert (sums[0] != sums[2]).mean() > 0.2
+def first_rank_of_eight(how):
+    """The bits of a sum that rank 0 of 8 holds."""
+    whole, _ = run_both(8, how, draw(gaussian, 8, SHAPES[0]))
+    return whole[0]
+
+
+def test_the_exact_ring_gives_the_bits_of_two_shot():
+    np.testing.assert_array_equal(first_rank_of_eight(TWO_SHOT), first_rank_of_eight(RING_FP32))
+
+
+def test_the_rounding_ring_gives_other_bits_than_two_shot():
+    assert (first_rank_of_eight(TWO_SHOT) != first_rank_of_eight(RING)).mean() > 0.2
 
 
 def test_two_ranks_round_once_and_so_exactly():
@@ -199,27 +233,40 @@ def test_pieces_never_change_bits():
         np.testing.assert_array_equal(bits(program(4, run)(partials))[3], expected)
 
 
-def test_granules_make_halves_reproduce_the_whole():
-    """24 rows are three times 4 ranks with granules of 2 rows; without granules, bits differ."""
-    granules = Reduction("ring_bf16", granule_rows=2)
+GRANULES = Reduction("ring_bf16", granule_rows=2)
+
+
+def thirds_equal_the_whole(how):
+    """Whether 24 rows over 4 ranks, reduced at once, have the bits of three times 8 rows."""
     partials = draw(gaussian, 4, (24, 40))
-    for how, same in ((granules, True), (RING, False)):
-        parts = [bits(emulate(part, how)) for part in np.split(partials, [8, 16], axis=1)]
-        assert np.array_equal(np.concatenate(parts), bits(emulate(partials, how))) == same
-    agree(4, granules, partials)
+    parts = [bits(emulate(part, how)) for part in np.split(partials, [8, 16], axis=1)]
+    return np.array_equal(np.concatenate(parts), bits(emulate(partials, how)))
 
 
-def test_repeated_calls_give_equal_bits_whatever_ran_between():
-    """2,000 calls of the ring, 200 of them after one on NaN alone; 100 and 10 of the others."""
-    for how, calls in ((TWO_SHOT, 100), (RING_FP32, 100), (RING, 2000)):
-        run = program(8, both(how))
-        partials = draw(gaussian, 8, SHAPES[1])
-        poison = np.full_like(partials, np.nan)
-        expected = bits(run(partials)[0])
-        for call in range(calls):
-            if call % 10 == 0:
-                assert np.isnan(np.asarray(run(poison)[0], np.float32)).all()
-            np.testing.assert_array_equal(bits(run(partials)[0]), expected)
+def test_with_granules_parts_of_a_prefill_have_the_bits_of_the_whole():
+    assert thirds_equal_the_whole(GRANULES)
+
+
+def test_without_granules_parts_of_a_prefill_have_other_bits():
+    assert not thirds_equal_the_whole(RING)
+
+
+@each_half
+def test_granules_are_reduced_by_their_definition(half):
+    HALVES[half](4, GRANULES, draw(gaussian, 4, (24, 40)))
+
+
+@pytest.mark.parametrize("how, calls", [(TWO_SHOT, 100), (RING_FP32, 100), (RING, 2000)], ids=str)
+def test_repeated_calls_give_equal_bits_whatever_ran_between(how, calls):
+    """Every tenth call comes after one on NaN alone."""
+    run = program(8, both(how))
+    partials = draw(gaussian, 8, SHAPES[1])
+    poison = np.full_like(partials, np.nan)
+    expected = bits(run(partials)[0])
+    for call in range(calls):
+        if call % 10 == 0:
+            assert np.isnan(np.asarray(run(poison)[0], np.float32)).all()
+        np.testing.assert_array_equal(bits(run(partials)[0]), expected)
 
 
 def test_a_nan_stays_in_its_element():
@@ -272,27 +319,59 @@ def table():
         return ring_error
 
 
-def test_errors_reproduce_the_published_table(table):
-    """Exact errors to 2 %, ratios to 3 %; the heaviest tail has no finite fourth moment."""
-    for case, found in table.table(rows=96, width=1024):
-        ratio = found["ring"] / found["exact"]
+@pytest.fixture(scope="module")
+def measured(table):
+    """(case, error by algorithm) of every row of the published table."""
+    return list(table.table(rows=96, width=1024))
+
+
+def slack(case):
+    """3 %, and 6 % where a tail has no finite fourth moment."""
+    return 0.06 if "2.5" in case.name or "log" in case.name else 0.03
+
+
+def test_the_ring_is_as_far_from_the_exact_sum_as_published(measured):
+    for case, found in measured:
         low, _, high = case.ratio.partition("..")
-        slack = 0.06 if "2.5" in case.name or "log" in case.name else 0.03
-        assert float(low) * (1 - slack) < ratio < float(high or low) * (1 + slack), case
-        if case.exact:
-            assert found["exact"] == pytest.approx(float(case.exact), rel=slack), case
+        least, most = float(low) * (1 - slack(case)), float(high or low) * (1 + slack(case))
+        assert least < found["ring"] / found["exact"] < most, case
+
+
+def test_exact_errors_are_those_published(measured):
+    published = [(case, found) for case, found in measured if case.exact]
+    assert published
+    for case, found in published:
+        assert found["exact"] == pytest.approx(float(case.exact), rel=slack(case)), case
+
+
+def test_each_hop_in_float32_lowers_the_error_of_the_ring(measured):
+    for case, found in measured:
         errors = [error for name, error in found.items() if name != "exact"]
-        assert errors == sorted(errors, reverse=True)  # each hop in float32 helps
-        assert errors[-1] == pytest.approx(found["exact"], rel=1e-2)
+        assert errors == sorted(errors, reverse=True), case
 
 
-def test_the_error_of_the_ring_grows_with_cancellation(table):
-    def ratio(noise):
-        found = table.errors(table.Case("", 8, table.cancelling(noise, 4), "", "", ""), 64, 512)
-        return found["ring"] / found["exact"]
+def test_all_hops_in_float32_are_as_good_as_the_exact_sum(measured):
+    for case, found in measured:
+        *_, last = (error for name, error in found.items() if name != "exact")
+        assert last == pytest.approx(found["exact"], rel=1e-2), case
 
-    assert 10 < ratio(0.2) < 13
-    assert ratio(0.4) < 0.6 * ratio(0.2)
+
+@pytest.fixture(scope="module")
+def cancelling_ratios(table):
+    """The ring's error over the exact one by what cancellation leaves."""
+    cases = {
+        noise: table.Case("", 8, table.cancelling(noise, 4), "", "", "") for noise in (0.2, 0.4)
+    }
+    found = {noise: table.errors(case, 64, 512) for noise, case in cases.items()}
+    return {noise: errors["ring"] / errors["exact"] for noise, errors in found.items()}
+
+
+def test_a_ring_that_cancels_has_ten_times_the_exact_error(cancelling_ratios):
+    assert 10 < cancelling_ratios[0.2] < 13
+
+
+def test_the_error_of_the_ring_grows_with_cancellation(cancelling_ratios):
+    assert cancelling_ratios[0.4] < 0.6 * cancelling_ratios[0.2]
 
 
 # Options, choice, traffic.
@@ -313,34 +392,51 @@ def test_bad_options_are_named(options, says):
         Reduction(**options)
 
 
+TAKES_HOPS = {
+    "the program": lambda how, n: program(n, both(how))(draw(gaussian, n, SHAPES[1])),
+    "the definition": lambda how, n: emulate(draw(gaussian, n, SHAPES[1]), how),
+    "traffic": lambda how, n: traffic(how, n, 8, 8, "bfloat16"),
+    "choose": lambda how, n: select(how, n=n),
+}
+
+
+@pytest.mark.parametrize("entry", TAKES_HOPS)
 @pytest.mark.parametrize("n, hops", [(2, 1), (4, 3), (8, 7)])
-def test_more_fp32_hops_than_there_are_is_refused(n, hops):
-    how = Reduction("ring_bf16", fp32_hops=hops)
-    partials = draw(gaussian, n, SHAPES[1])
-    for refuse in (
-        lambda: program(n, both(how))(partials),
-        lambda: emulate(partials, how),
-        lambda: traffic(how, n, 8, 8, "bfloat16"),
-        lambda: select(how, n=n),
-    ):
-        with pytest.raises(ValueError, match=rf"fp32_hops must lie in 0\.\.{n - 2}"):
-            refuse()
+def test_more_fp32_hops_than_there_are_is_refused(n, hops, entry):
+    with pytest.raises(ValueError, match=rf"fp32_hops must lie in 0\.\.{n - 2}"):
+        TAKES_HOPS[entry](Reduction("ring_bf16", fp32_hops=hops), n)
 
 
 def select(how=RING, step="prefill", capacity=2048, chunk=4096, threshold=1024, n=8, **more):
     return choose(how, step, capacity=capacity, chunk=chunk, threshold=threshold, n=n, **more)
 
 
-@pytest.mark.parametrize("n", RANKS)
-@pytest.mark.parametrize("how", [SUM, TWO_SHOT, RING_FP32, RING])
-def test_choice(how, n):
-    assert select(how, n=n) == select(how, n=n, capacity=1024) == how
+every_choice = pytest.mark.parametrize(
+    "how, n", [(how, n) for how in (SUM, TWO_SHOT, RING_FP32, RING) for n in RANKS]
+)
+
+
+@every_choice
+@pytest.mark.parametrize("capacity, threshold", [(2048, 1024), (1024, 1024), (4096, 4096)])
+def test_a_prefill_from_the_threshold_on_takes_what_was_asked_for(how, n, capacity, threshold):
+    assert select(how, n=n, capacity=capacity, threshold=threshold) == how
+
+
+@every_choice
+def test_a_prefill_below_the_threshold_takes_two_shot(how, n):
     assert select(how, n=n, capacity=1023) == TWO_SHOT
-    assert select(how, n=n, threshold=4096, capacity=4096) == how
-    for step in ("decode", "verify"):
-        assert select(how, step, n=n) == SUM
-    for step in ("prefill", "decode", "verify"):
-        assert select(how, step, n=n, threshold=0) == SUM
+
+
+@every_choice
+@pytest.mark.parametrize("step", ["decode", "verify"])
+def test_other_steps_than_prefill_take_the_plain_sum(how, n, step):
+    assert select(how, step, n=n) == SUM
+
+
+@every_choice
+@pytest.mark.parametrize("step", ["prefill", "decode", "verify"])
+def test_a_threshold_of_zero_is_the_plain_sum(how, n, step):
+    assert select(how, step, n=n, threshold=0) == SUM
 
 
 def test_a_threshold_above_the_chunk_does_nothing_but_warn():
@@ -356,13 +452,22 @@ def test_bad_thresholds_are_refused(threshold):
         select(threshold=threshold)
 
 
-def test_a_ring_demanded_outside_prefill_is_refused():
-    for how in (RING, RING_FP32):
-        for step in ("decode", "verify"):
-            with pytest.raises(ValueError, match=f"{how.algorithm} is for prefill, not for a"):
-                select(how, step, demanded=True)
+@pytest.mark.parametrize("step", ["decode", "verify"])
+@pytest.mark.parametrize("how", [RING, RING_FP32], ids=lambda how: how.algorithm)
+def test_a_ring_demanded_outside_prefill_is_refused(how, step):
+    with pytest.raises(ValueError, match=f"{how.algorithm} is for prefill, not for a"):
+        select(how, step, demanded=True)
+
+
+def test_two_shot_may_be_demanded_in_decode():
     assert select(TWO_SHOT, "decode", demanded=True) == TWO_SHOT
+
+
+def test_a_ring_that_is_demanded_needs_no_threshold():
     assert select(RING, capacity=8, threshold=0, demanded=True) == RING
+
+
+def test_an_unknown_step_is_refused():
     with pytest.raises(ValueError, match="step must be one of prefill, decode, verify"):
         select(step="draft")
 
@@ -379,15 +484,32 @@ def test_switched_off_the_program_is_that_of_the_plain_sum():
     assert str(jax.make_jaxpr(off)(partials)) == str(jax.make_jaxpr(plain)(partials))
 
 
-def test_one_rank_moves_nothing():
+on_one_rank = pytest.mark.parametrize(
+    "how", [SUM, TWO_SHOT, RING_FP32, MIXED, Reduction("ring_bf16", fp32_hops=3)], ids=str
+)
+
+
+@on_one_rank
+def test_one_rank_keeps_its_partial_as_it_is(how):
     partials = draw(gaussian, 1, SHAPES[0])
-    for how in (SUM, TWO_SHOT, RING_FP32, MIXED, Reduction("ring_bf16", fp32_hops=3)):
-        whole, own = run_both(1, how, partials)
-        np.testing.assert_array_equal(whole, bits(partials))
-        np.testing.assert_array_equal(own, bits(partials))
-        assert sent(program(1, both(how)), partials) == ({}, 0)
-        assert traffic(how, 1, 8, 8, "bfloat16") == Traffic(0, 0, 0)
-        np.testing.assert_array_equal(bits(emulate(partials, how)), bits(partials[0]))
+    for kept in run_both(1, how, partials):
+        np.testing.assert_array_equal(kept, bits(partials))
+
+
+@on_one_rank
+def test_the_definition_for_one_rank_is_its_partial(how):
+    partials = draw(gaussian, 1, SHAPES[0])
+    np.testing.assert_array_equal(bits(emulate(partials, how)), bits(partials[0]))
+
+
+@on_one_rank
+def test_one_rank_sends_nothing(how):
+    assert sent(program(1, both(how)), draw(gaussian, 1, SHAPES[0])) == ({}, 0)
+
+
+@on_one_rank
+def test_one_rank_is_said_to_send_nothing(how):
+    assert traffic(how, 1, 8, 8, "bfloat16") == Traffic(0, 0, 0)
 
 
 def equations(jaxpr):
@@ -426,22 +548,42 @@ def test_traffic_is_what_the_program_sends(n, how, shape, half):
     assert said.steps * min(how.pieces, chunk_rows) == sum(calls.values())
 
 
-def test_the_ring_sends_the_least_and_the_published_scratch():
-    whole = 3072 * 7168 * 2
-    ring = traffic(RING, 8, 3072, 7168, "bfloat16")
-    assert ring == Traffic(sent=2 * 7 * whole // 8, steps=14, scratch=int(73.5 * 2**20))
-    assert ring.sent == traffic(SUM, 8, 3072, 7168, "bfloat16").sent
-    assert traffic(SUM, 8, 1, 7168, "bfloat16") == Traffic(sent=2 * 7 * 7168 * 2 // 8, steps=1)
-    exact = traffic(RING_FP32, 8, 3072, 7168, "bfloat16", scatter=True)
-    assert exact.sent == 7 * whole // 2  # four times what the scatter half of two_shot sends
-    assert exact.sent == 4 * traffic(TWO_SHOT, 8, 3072, 7168, "bfloat16", scatter=True).sent
+LARGE = (8, 3072, 7168, "bfloat16")  # ranks, rows, width of a published prefill
+LARGE_BYTES = 3072 * 7168 * 2
 
 
-def test_the_flag_of_the_copy_engines_is_one_that_this_jaxlib_knows(monkeypatch):
-    flag = reductions.copy_engine_flags()
-    assert flag.startswith("--xla_gpu_")
-    monkeypatch.setattr(reductions, "_COPY_ENGINE", "--xla_gpu_no_such_flag=true")
+def test_the_ring_sends_and_holds_what_was_published():
+    wanted = Traffic(sent=2 * 7 * LARGE_BYTES // 8, steps=14, scratch=int(73.5 * 2**20))
+    assert traffic(RING, *LARGE) == wanted
+
+
+def test_the_ring_sends_no_more_than_the_plain_sum():
+    assert traffic(RING, *LARGE).sent == traffic(SUM, *LARGE).sent
+
+
+def test_the_plain_sum_of_one_row_takes_one_step():
+    expected = Traffic(sent=2 * 7 * 7168 * 2 // 8, steps=1)
+    assert traffic(SUM, 8, 1, 7168, "bfloat16") == expected
+
+
+def test_the_exact_ring_scatters_four_times_the_bytes_of_two_shot():
+    exact = traffic(RING_FP32, *LARGE, scatter=True).sent
+    assert exact == 7 * LARGE_BYTES // 2 == 4 * traffic(TWO_SHOT, *LARGE, scatter=True).sent
+
+
+@pytest.fixture
+def asked_again():
+    """The answer of this jaxlib is kept: asked anew in a test, and forgotten after it."""
     reductions.copy_engine_flags.cache_clear()
+    yield
+    reductions.copy_engine_flags.cache_clear()
+
+
+def test_the_flag_of_the_copy_engines_is_one_that_this_jaxlib_knows(asked_again):
+    assert reductions.copy_engine_flags().startswith("--xla_gpu_")
+
+
+def test_a_flag_that_this_jaxlib_does_not_know_is_refused_by_name(asked_again, monkeypatch):
+    monkeypatch.setattr(reductions, "_COPY_ENGINE", "--xla_gpu_no_such_flag=true")
     with pytest.raises(NotImplementedError, match="does not know --xla_gpu_no_such_flag"):
         reductions.copy_engine_flags()
-    reductions.copy_engine_flags.cache_clear()

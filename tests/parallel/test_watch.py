@@ -4,17 +4,14 @@ message and an exit code that is not zero; where both end as they should, neithe
 
 import os
 import signal
-import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
-from devices import free_address
+from pairs import start_pair
 
 from kimi_jax.parallel import watch
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import sys, time
 import jax
@@ -33,6 +30,7 @@ agree("the end", 1)
 """
 SLEEP = "time.sleep(100)"
 COMPILE = """
+jax.config.update("jax_enable_compilation_cache", False)
 def long(x):
     for i in range(4000):
         x = jnp.sin(x) @ x + i
@@ -52,15 +50,11 @@ except KeyboardInterrupt:
 @pytest.fixture
 def start(tmp_path):
     """Two processes that do what they are told once both are there."""
-    started = []
+    started, ready = [], str(tmp_path / "ready")
 
     def start(*actions):
-        address, ready = free_address(), str(tmp_path / "ready")
-        for me in range(2):
-            words = [sys.executable, "-c", SCRIPT, address, ready, str(me), *actions]
-            pipes = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-            environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-            started.append(subprocess.Popen(words, cwd=ROOT, env=environment, **pipes))
+        script = [sys.executable, "-c", SCRIPT]
+        started.extend(start_pair(lambda at, me: [*script, at, ready, str(me), *actions]))
         deadline = time.monotonic() + 100
         while not all(os.path.exists(f"{ready}{me}") for me in range(2)):
             assert time.monotonic() < deadline and started[0].poll() is started[1].poll() is None
@@ -93,6 +87,7 @@ INTERRUPTS = {  # what each process does, which is sent what, and the exit code 
 }
 
 
+@pytest.mark.usefixtures("heeds_interrupts")
 @pytest.mark.parametrize("case", INTERRUPTS)
 def test_a_signal_to_one_process_ends_both(start, case):
     actions, target, number, code = INTERRUPTS[case]

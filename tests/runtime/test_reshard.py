@@ -4,16 +4,14 @@ same logits after it.
 
 import dataclasses
 import gc
-import os
-import subprocess
+import json
 import sys
 
 import jax
 import numpy as np
 import pytest
-from conftest import ROOT
-from devices import free_address
 from models import MESHED, ODD, prompts, write
+from pairs import results_of, start_pair
 from tolerances import EXACT
 
 import kimi_jax as kj
@@ -240,10 +238,10 @@ def test_a_saved_state_goes_on_elsewhere(models, tmp_path, source, target):
 # Several processes
 
 SCRIPT = """
-import sys, time
+import json, sys
 import jax, numpy as np
 jax.config.update("jax_num_cpu_devices", 4)
-folder, address, path, fails, me = sys.argv[1:]
+folder, address, path, me = sys.argv[1:]
 jax.distributed.initialize(address, 2, int(me))
 import kimi_jax as kj
 from kimi_jax.runtime import reshard
@@ -254,52 +252,58 @@ helix = P(keys="helix", helix_block=4, rows="sliced")
 a = kj.load(folder, kj.make_mesh(2, 4), P(expert_axes=("data", "model")), "float32")
 b = kj.load(folder, kj.make_mesh(1, 8), helix, "float32")
 _, state = a.prefill(a.new_state(3, 64), np.arange(15).reshape(3, 5) + 3, np.array([5, 2, 4]))
-if fails == me:
-    reshard.copy_indices = lambda *x: 1 / 0
-try:
-    moved = kj.move(state, b.placement, b.mesh)
-except Exception as error:
-    print("FAILED", type(error).__name__, error)
-    moved = None
-if moved is not None:
-    moved.save(path)
+
+def error_of(action):
     try:
-        again = kj.load_state(path + "nowhere" if fails == me + " reads" else path, b)
+        action()
     except Exception as error:
-        print("FAILED", type(error).__name__, error)
-        time.sleep(3)  # the other still reads that this one failed
-        sys.exit()
-    logits, _ = b.decode(again, np.array([5, 6, 7]))
-    print("TOKENS", to_host(logits).argmax(-1).tolist())
+        return f"{type(error).__name__} {error}"
+
+said, copy_indices = {}, reshard.copy_indices
+if me == "1":
+    reshard.copy_indices = lambda *x: 1 / 0
+said["failed move"] = error_of(lambda: kj.move(state, b.placement, b.mesh))
+reshard.copy_indices = copy_indices
+moved = kj.move(state, b.placement, b.mesh)
+moved.save(path)
+said["failed reading"] = error_of(lambda: kj.load_state(path + "nowhere" * int(me), b))
+logits, _ = b.decode(kj.load_state(path, b), np.array([5, 6, 7]))
+said["tokens"] = to_host(logits).argmax(-1).tolist()
+print(json.dumps(said))
 """
 
 
-def both(folder, path, fails):
-    address = free_address()
-    environment = os.environ | {
-        "JAX_COMPILATION_CACHE_DIR": jax.config.values["jax_compilation_cache_dir"]
-    }
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, folder, address, str(path), fails, str(i)],
-            cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for i in range(2)
-    ]  # fmt: skip
-    said = [process.communicate(timeout=300) for process in started]
-    return [out.splitlines()[-1] if out else errors for out, errors in said]
+@pytest.fixture(scope="module")
+def two_processes(folder, tmp_path_factory):
+    """What each of two processes says of moving, saving and reading, first where the second fails
+    and then where none does.
+    """
+    path = str(tmp_path_factory.mktemp("processes") / "state")
+    ended = results_of(
+        start_pair(lambda at, me: [sys.executable, "-c", SCRIPT, folder, at, path, str(me)])
+    )
+    assert [code for code, *_ in ended] == [0, 0], ended
+    return [json.loads(out.splitlines()[-1]) for _, out, _ in ended]
 
 
-def test_two_processes_move_and_save_together_or_not_at_all(folder, tmp_path):
+def test_two_processes_move_save_and_read_and_go_on_as_one_does(two_processes, folder):
+    """Also after a move and a reading that failed."""
     one = kj.load(folder, dtype="float32")
     ids, lengths = np.arange(15).reshape(3, 5) + 3, np.array([5, 2, 4])
     _, state = one.prefill(one.new_state(3, 64), ids, lengths)
     wanted, _ = one.decode(state, NEXT)
-    tokens = f"TOKENS {np.asarray(wanted).argmax(-1).tolist()}"
-    assert both(folder, tmp_path / "state", "none") == [tokens, tokens]
-    first, second = both(folder, tmp_path / "third", "1 reads")
-    assert first.startswith("FAILED PlacementError reading the state failed on process 1")
-    assert second.startswith("FAILED RequestError") and "holds no state" in second
-    first, second = both(folder, tmp_path / "other", "1")
-    assert first.startswith("FAILED PlacementError resharding the state failed on process 1")
-    assert second.startswith("FAILED ZeroDivisionError")
+    assert [said["tokens"] for said in two_processes] == [
+        np.asarray(wanted).argmax(-1).tolist()
+    ] * 2
+
+
+def test_a_move_that_fails_on_one_process_fails_on_both(two_processes):
+    first, second = (said["failed move"] for said in two_processes)
+    assert first.startswith("PlacementError resharding the state failed on process 1")
+    assert second.startswith("ZeroDivisionError")
+
+
+def test_a_reading_that_fails_on_one_process_fails_on_both(two_processes):
+    first, second = (said["failed reading"] for said in two_processes)
+    assert first.startswith("PlacementError reading the state failed on process 1")
+    assert second.startswith("RequestError") and "holds no state" in second

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from models import AWKWARD, write
+from models import SHALLOW, write
 
 import kimi_jax as kj
 
@@ -11,7 +11,7 @@ import kimi_jax as kj
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runner") / "model"
-    return kj.load(write(AWKWARD, folder), dtype="float32", chunk=16)
+    return kj.load(write(SHALLOW, folder), dtype="float32", chunk=16)
 
 
 def with_config(model, **changes):

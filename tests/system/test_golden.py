@@ -12,17 +12,18 @@ from kimi_jax.model.implementations import DEFINITIONS
 from kimi_jax.model.state import KDAState
 
 P, BOTH = kj.Placement, ("data", "model")
-# Fast and defining forms, scanned and unrolled layers, both types, meshes and placements, pairwise.
+# Fast and defining forms, scanned and unrolled layers, both types, meshes and placements, pairwise;
+# prompts at once or in chunks of 16 tokens, whose programs all prompts share.
 RUNS = [
-    ("k3-tiny", "float32", True, None, (1, 1), P()),
-    ("k3-tiny", "float64", False, DEFINITIONS, (1, 2), P(experts="local")),
-    ("k31-tiny", "float32", False, None, (1, 4), P(latent="sharded")),
-    ("k31-tiny", "float64", True, None, (1, 8), P()),
-    ("k3-tiny", "float32", False, None, (2, 2), P(expert_axes=BOTH)),
-    ("k31-tiny", "float64", False, None, (2, 4), P(expert_axes=BOTH, latent="sharded")),
-    ("k3-tiny", "float32", True, None, (4, 2), P(expert_axes=BOTH, experts="local")),
+    ("k3-tiny", "float32", True, None, (1, 1), 256, P()),
+    ("k3-tiny", "float64", False, DEFINITIONS, (1, 2), 256, P(experts="local")),
+    ("k31-tiny", "float32", False, None, (1, 4), 256, P(latent="sharded")),
+    ("k31-tiny", "float64", True, None, (1, 8), 256, P()),
+    ("k3-tiny", "float32", False, None, (2, 2), 256, P(expert_axes=BOTH)),
+    ("k31-tiny", "float64", False, None, (2, 4), 16, P(expert_axes=BOTH, latent="sharded")),
+    ("k3-tiny", "float32", True, None, (4, 2), 256, P(expert_axes=BOTH, experts="local")),
     (
-        *("k31-tiny", "float32", True, None, (1, 3)),
+        *("k31-tiny", "float32", True, None, (1, 3), 256),
         P(pad=("heads", "experts", "vocab", "dense", "shared"), experts="auto", local_below=9),
     ),
 ]
@@ -30,13 +31,13 @@ RUNS = [
 FAR = 0.01
 
 
-@pytest.fixture(scope="module", params=RUNS, ids=lambda run: "-".join(map(str, run[:5])))
+@pytest.fixture(scope="module", params=RUNS, ids=lambda run: "-".join(map(str, run[:6])))
 def run(request, golden):
-    name, dtype, scan, forms, mesh, placement = request.param
+    name, dtype, scan, forms, mesh, chunk, placement = request.param
     folder, expected = golden(name)
     mesh = kj.make_mesh(*mesh)
     return (
-        kj.load(folder, mesh, placement, dtype, scan=scan, forms=forms),
+        kj.load(folder, mesh, placement, dtype, scan=scan, forms=forms, chunk=chunk),
         expected,
         LOGITS[dtype],
         STATE[dtype],

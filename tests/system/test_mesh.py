@@ -4,10 +4,8 @@ docs/parallelism.md lists; weights read once, slice by slice; several processes.
 
 import dataclasses
 import json
-import os
 import re
 import signal
-import subprocess
 import sys
 import time
 import tracemalloc
@@ -18,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import ROOT
-from devices import free_address
-from models import FAMILY, MESHED, ODD, compilations, prompts, write
+from models import FAMILY, MESHED, ODD, SHALLOW_MESHED, compilations, prompts, write
+from pairs import results_of, start_pair
 from tolerances import EXACT, LOGITS, NEAR
 
 import kimi_jax as kj
@@ -522,53 +520,38 @@ def test_a_failure_half_way_leaves_nothing_behind(folders):
 
 def processes(folder, *prompts, options=("--json", "--max-new-tokens", "6")):
     """The command in two processes of four devices, one prompt of ids each or the same for both."""
-    address = free_address()
-    started = []
-    for i in range(2):
-        words = [sys.executable, "-m", "kimi_jax", "generate", prompts[i % len(prompts)]]
+
+    def command(address, me):
+        words = [sys.executable, "-m", "kimi_jax", "generate", prompts[me % len(prompts)]]
         words += ["--tokens", "--model", folder, *options, "--devices", "4", "--mesh", "2x4"]
-        words += ["--coordinator", address]
-        words += ["--processes", "2", "--process-id", str(i)]
-        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        cache = {"JAX_COMPILATION_CACHE_DIR": jax.config.values["jax_compilation_cache_dir"]}
-        started.append(subprocess.Popen(words, cwd=ROOT, env=os.environ | cache, **pipes))
-    return started
+        return [*words, "--coordinator", address, "--processes", "2", "--process-id", str(me)]
+
+    return start_pair(command)
 
 
 def test_two_processes_write_what_one_writes_and_only_the_first_prints(folders):
     ids = [5, 6, 7, 8]
-    first, second = processes(folders("meshed"), ",".join(map(str, ids)))
-    out, errors = first.communicate(timeout=500)
-    silent, _ = second.communicate(timeout=60)
-    assert first.returncode == second.returncode == 0, errors
-    assert silent == ""
+    first, second = results_of(processes(folders("meshed"), ",".join(map(str, ids))))
+    assert first[0] == second[0] == 0, (first, second)
+    assert second[1] == ""
     one = kj.load(folders("meshed"), kj.make_mesh(2, 4), dtype="float32")
     (wanted,) = one.generate([ids], max_new_tokens=6)
-    assert json.loads(out)["tokens"] == wanted.tokens
+    assert json.loads(first[1])["tokens"] == wanted.tokens
 
 
 def test_processes_that_bring_different_prompts_are_told_so(folders):
     """Before a step whose shapes differ could wait for ever."""
     both = processes(folders("meshed"), "5,6,7", "5,6,7,8,9")
-    for process in both:
-        _, errors = process.communicate(timeout=300)
-        assert process.returncode == 2
+    for code, _, errors in results_of(both):
+        assert code == 2, errors
         assert "the processes disagree on prompts and options" in errors
-
-
-@pytest.fixture
-def heeds_interrupts():
-    """A background job of a shell ignores SIGINT, and so would the processes that it starts."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("heeds_interrupts")
 @pytest.mark.parametrize("number, code", [(signal.SIGKILL, 1), (signal.SIGINT, 130)], ids=str)
 def test_a_command_that_is_stopped_ends_the_other_within_seconds(tmp_path, number, code):
     """Of a reply so long that it cannot end by itself meanwhile."""
-    folder = write(dataclasses.replace(MESHED, max_positions=2**15), tmp_path / "long")
+    folder = write(dataclasses.replace(SHALLOW_MESHED, max_positions=2**15), tmp_path / "long")
     long = ("--max-new-tokens", "30000")
     first, second = processes(folder, "5,6,7", options=long)
     first.stdout.read(20)  # both are at work

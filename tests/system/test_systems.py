@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 from devices import every_pair
+from models import MESHED, write
 from tolerances import EXACT, LOGITS, NEAR
 
 import kimi_jax as kj
@@ -60,12 +61,22 @@ def run(model, count, fed=None):
 
 
 @pytest.fixture(scope="module")
-def one_device(golden):
+def folder_of(golden, tmp_path_factory):
+    """name -> the checkpoint folder of a model: the shipped one, one with a layer of each kind, or
+    a golden one.
+    """
+    meshed = tmp_path_factory.mktemp("models") / "meshed"
+    others = {"shipped": lambda: SHIPPED, "meshed": lambda: write(MESHED, meshed)}
+    return lambda name: others[name]() if name in others else golden(name)[0]
+
+
+@pytest.fixture(scope="module")
+def one_device(folder_of):
     """What one device makes of all 33 requests, by folder and type."""
     done = {}
 
     def get(name, dtype):
-        folder = SHIPPED if name == "shipped" else golden(name)[0]
+        folder = folder_of(name)
         if (name, dtype) not in done:
             done[name, dtype] = run(kj.load(folder, dtype=dtype, chunk=16), 33)
         return folder, *done[name, dtype]
@@ -91,8 +102,9 @@ def agrees(one_device, name, dtype, mesh, place, count):
 def test_every_pair_of_answers_equals_one_device(
     one_device, mesh, rows, keys, experts, exchange, shared, block, count
 ):
+    """On one layer of each kind; whole depths follow below."""
     place = placed(rows, keys, experts, exchange, shared, block)
-    agrees(one_device, "k31-tiny", "float64", mesh, place, count)
+    agrees(one_device, "meshed", "float64", mesh, place, count)
 
 
 OTHERS = [
