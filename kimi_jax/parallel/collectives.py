@@ -249,7 +249,7 @@ def all_reduce(partial: Array, how: Reduction = SUM, axis: Axis = DEFAULT_AXIS) 
     elif how.algorithm == "ring_fp32":
         sums = ring_gather(_ring_fp32(chunks, axis), axis)
     else:
-        sums = _by_pieces(lambda piece: _ring_all_reduce(piece, how.fp32_hops, axis), chunks, how)
+        sums = _by_pieces(_ring_all_reduce, chunks, how, axis)
     return join_chunks(sums, partial.shape[0], how.granule_rows)
 
 
@@ -274,7 +274,7 @@ def reduce_scatter(
         return _two_shot(chunks, axis)
     if how.algorithm == "ring_fp32":
         return _ring_fp32(chunks, axis)
-    return _by_pieces(lambda piece: to_next(_ring(piece, how.fp32_hops, axis), axis), chunks, how)
+    return _by_pieces(_ring_reduce_scatter, chunks, how, axis)
 
 
 def _two_shot(chunks: Float[Array, "n c X"], axis: Axis) -> Float[Array, "c X"]:
@@ -300,38 +300,51 @@ def _ring_fp32(chunks: Float[Array, "n c X"], axis: Axis) -> Float[Array, "c X"]
     return add_in_order(_by_source(arrived, axis))
 
 
-def _ring(chunks: Float[Array, "n c X"], fp32_hops: int, axis: Axis) -> Float[Array, "c X"]:
-    """The sum of chunk r + 1 on rank r: chunk i starts on rank i, and each next rank adds its part.
+def _ring(pieces: list[Array], fp32_hops: int, axis: Axis) -> list[Array]:
+    """Of chunks [n, c, X], here in pieces, the sum of chunk r + 1 on rank r: chunk i starts on rank
+    i, and each next rank adds its part.
 
     The order i, i + 1, ..., i - 1 differs from chunk to chunk, and so do the bits of equal rows.
+    While a piece is added the next one travels: pieces are added in turn, and barriers keep XLA
+    from fusing their additions into one kernel, which would wait for all copies.
     """
-    n = ranks(axis)
+    n, dtype = ranks(axis), pieces[0].dtype
     me = rank(axis)
     # Start with this rank's part of the chunk of its number.
-    partial_sum = chunks[me]
+    partial_sums = [piece[me] for piece in pieces]
+    latest = partial_sums[-1]
     for hop in range(n - 1):
-        # Copy: the sum of the chunk that started hop + 1 ranks before comes in.
-        incoming = to_next(partial_sum, axis)
-        # Add this rank's part of that chunk, in at least float32.
-        partial_sum = widen(incoming) + widen(chunks[(me - hop - 1) % n])
-        # Round, but for the `fp32_hops` additions before the last, whose sums travel wide.
-        if not n - 2 - fp32_hops <= hop < n - 2:
-            partial_sum = round_to(partial_sum, chunks.dtype)
-    return partial_sum
+        for i, piece in enumerate(pieces):
+            # Copy: the sum of the chunk that started hop + 1 ranks before comes in.
+            incoming = to_next(partial_sums[i], axis)
+            if len(pieces) > 1:
+                incoming, _ = jax.lax.optimization_barrier((incoming, latest))
+            # Add this rank's part of that chunk, in at least float32.
+            latest = widen(incoming) + widen(piece[(me - hop - 1) % n])
+            # Round, but for the `fp32_hops` additions before the last, whose sums travel wide.
+            if not n - 2 - fp32_hops <= hop < n - 2:
+                latest = round_to(latest, dtype)
+            partial_sums[i] = latest
+    return partial_sums
 
 
-def _ring_all_reduce(
-    chunks: Float[Array, "n c X"], fp32_hops: int, axis: Axis
-) -> Float[Array, "n c X"]:
+def _ring_all_reduce(pieces: list[Array], fp32_hops: int, axis: Axis) -> list[Array]:
     """The sums of all chunks on every rank: those of `_ring`, then copies round the ring."""
-    by_rank = ring_gather(_ring(chunks, fp32_hops, axis), axis)
-    return jnp.roll(by_rank, 1, 0)  # rank r summed chunk r + 1
+    by_rank = [ring_gather(piece, axis) for piece in _ring(pieces, fp32_hops, axis)]
+    return [jnp.roll(piece, 1, 0) for piece in by_rank]  # rank r summed chunk r + 1
 
 
-def _by_pieces(run: Callable[[Array], Array], chunks: Array, how: Reduction) -> Array:
-    """A ring for each piece of the chunks: chains of operations that do not wait for each other."""
+def _ring_reduce_scatter(pieces: list[Array], fp32_hops: int, axis: Axis) -> list[Array]:
+    """The sum of chunk r on rank r: `_ring`, and one more copy."""
+    return [to_next(piece, axis) for piece in _ring(pieces, fp32_hops, axis)]
+
+
+def _by_pieces(
+    run: Callable[[list[Array], int, Axis], list[Array]], chunks: Array, how: Reduction, axis: Axis
+) -> Array:
+    """A ring over pieces of the chunks, whose copies and additions take turns."""
     pieces = jnp.array_split(chunks, min(how.pieces, chunks.shape[1]), axis=1)
-    return jnp.concatenate([run(piece) for piece in pieces], axis=-2)
+    return jnp.concatenate(run(pieces, how.fp32_hops, axis), axis=-2)
 
 
 def add_in_order(parts: Float[Array, "n c X"]) -> Float[Array, "c X"]:

@@ -189,15 +189,18 @@ def _gather_traffic(how: Reduction, n: int, part: int) -> Traffic:
     return Traffic(sent, 1) if how.algorithm == "two_shot" else Traffic(sent, n - 1, sent)
 
 
-_COPY_ENGINE = "--xla_gpu_use_memcpy_local_p2p=true"
+_COPY_ENGINE = (
+    "--xla_gpu_collective_permute_mode=peer --xla_gpu_collective_permute_combine_threshold_bytes=0"
+)
 
 
 @functools.cache
 def copy_engine_flags() -> str:
-    """What to put into XLA_FLAGS so that neighbour copies between GPUs of one machine become
-    memory copies, which copy engines make beside the kernels.
+    """What to put into XLA_FLAGS so that neighbour copies between GPUs of one machine are made from
+    peer memory, by copy engines beside the kernels, and stay apart: XLA joins the copies of several
+    pieces otherwise, and then no addition runs while one of them travels.
 
-    NotImplementedError where this jaxlib does not know the flag: an unknown one ends the process,
+    NotImplementedError where this jaxlib does not know the flags: an unknown one ends the process,
     which is why another process is asked.
     """
     environment = {**os.environ, "XLA_FLAGS": _COPY_ENGINE, "JAX_PLATFORMS": "cpu"}
