@@ -113,7 +113,7 @@ _SAMPLING = {
 
 
 def _sampling(given: dict[str, Any], problems: list[str]) -> Sample:
-    """The sampling parameters of a prompt: `sampling`, or the five options."""
+    """The sampling parameters of a prompt: `sampling`, or the options themselves."""
     sampling, values = given["sampling"], {name: given[name] for name in _SAMPLING}
     wrong = sampling_problems(**values)
     problems += wrong

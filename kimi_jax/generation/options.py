@@ -30,7 +30,7 @@ class Options:
     - `min_p`: drop tokens less than this many times as probable as the most probable one; 0: none.
     - `repetition_penalty`: make tokens of prompt and reply less likely: divides their positive
       logits, multiplies negative ones; 1: no change.
-    - `sampling`: `Greedy()` or `Sample(...)` in place of the five options before it.
+    - `sampling`: `Greedy()` or `Sample(...)` in place of the options before it.
     - `seed`: seed of the random generator, 0 to 2^31 - 1: the same seed gives the same tokens.
     - `stop`: stop strings, or one of them, not part of the reply. The one that is complete first in
       the text decides, however the text was split into tokens.

@@ -1,5 +1,5 @@
-"""How a model is partitioned over a mesh: the table dim -> mesh axis, and the `Placement` that
-answers for a run.
+"""How a model is partitioned over a mesh: the table sharding role -> mesh axis, and the `Placement`
+that answers for a run. Which role a dim has stands where weights and states are declared.
 
 One decoder serves every parallel system; a placement is a value given to it, never a second
 decoder.
