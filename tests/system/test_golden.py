@@ -16,12 +16,12 @@ P, BOTH = kj.Placement, ("data", "model")
 # prompts at once or in chunks of 16 tokens, whose programs all prompts share.
 RUNS = [
     ("k3-tiny", "float32", True, None, (1, 1), 256, P()),
-    ("k3-tiny", "float64", False, DEFINITIONS, (1, 2), 256, P(experts="local")),
-    ("k31-tiny", "float32", False, None, (1, 4), 256, P(latent="sharded")),
-    ("k31-tiny", "float64", True, None, (1, 8), 256, P()),
-    ("k3-tiny", "float32", False, None, (2, 2), 256, P(expert_axes=BOTH)),
+    ("k3-tiny", "float64", False, DEFINITIONS, (1, 2), 16, P(experts="local")),
+    ("k31-tiny", "float32", False, None, (1, 4), 16, P(latent="sharded")),
+    ("k31-tiny", "float64", True, None, (1, 8), 16, P()),
+    ("k3-tiny", "float32", False, None, (2, 2), 16, P(expert_axes=BOTH)),
     ("k31-tiny", "float64", False, None, (2, 4), 16, P(expert_axes=BOTH, latent="sharded")),
-    ("k3-tiny", "float32", True, None, (4, 2), 256, P(expert_axes=BOTH, experts="local")),
+    ("k3-tiny", "float32", True, None, (4, 2), 16, P(expert_axes=BOTH, experts="local")),
     (
         *("k31-tiny", "float32", True, None, (1, 3), 256),
         P(pad=("heads", "experts", "vocab", "dense", "shared"), experts="auto", local_below=9),
