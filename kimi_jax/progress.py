@@ -15,6 +15,8 @@ from rich.progress import (
 )
 from rich.progress import Progress as Bar
 
+from .waiting import TELLER
+
 
 def terminal_size() -> tuple[int, int]:
     """Columns and lines of the terminal, clamped: the environment may say 0, or no number."""
@@ -53,9 +55,12 @@ class Progress:
         """Add `amount` bytes or tokens to the bar."""
         self._bar.advance(self._task, amount)
         if self._wanted and not self._shown and time.monotonic() - self._begun >= self._wait:
+            TELLER.bars += 1
+            TELLER.clear()
             self._bar.start()
             self._shown = True
 
     def __exit__(self, *error: object) -> None:
         if self._shown:
             self._bar.stop()
+            TELLER.bars -= 1

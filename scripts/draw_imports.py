@@ -27,10 +27,11 @@ ROLES = {
     "model": "what is computed, per device",
     "parallel": "where arrays are and how they move",
     "config": "sizes and switches of a model",
-    "compilation": "compiled programs, kept on disk",
+    "compilation": "compiling ahead, on disk",
     "errors": "errors and quoted values",
     "numerics": "checks of numbers, dtypes",
     "progress": "progress bars",
+    "waiting": "telling of waits",
     "files": "reading files safely",
 }
 WIDTH, HEIGHT, ROW = 3.1, 0.8, 1.5  # of a box, and from one row of boxes to the next

@@ -46,6 +46,12 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 install_import_hook("kimi_jax", "beartype.beartype")
 
+from kimi_jax.compilation import function, store  # noqa: E402 - checked by the hook
+from kimi_jax.waiting import TELLER  # noqa: E402
+
+store.Store.is_enabled = False  # a program of a test is not worth keeping, but for JAX's cache
+TELLER.is_silent = True  # what a test writes does not depend on how long it waits
+
 # Files that take longest, longest first: what begins last is short, so that two workers end
 # together. With `--no-loadscope-reorder` pytest-xdist hands out files in this order.
 LONGEST = (
@@ -81,6 +87,7 @@ def programs_end_with_their_module():
     What compiling has freed goes back to the system: glibc keeps more than a GB of it otherwise.
     """
     yield
+    function.clear_programs()
     jax.clear_caches()
     gc.collect()
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):

@@ -29,12 +29,11 @@ LEVELS = (
     ("api",),
     ("generation",),
     ("runtime", "text", "checkpoint"),
-    ("model",),
+    ("model", "compilation"),
     ("parallel",),
     ("config",),
-    ("compilation",),
     ("files", "progress"),
-    ("numerics", "errors"),
+    ("numerics", "errors", "waiting"),
 )
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 ENTRANCES = ("", "__main__")  # the package's namespace and `python -m`: they import anything

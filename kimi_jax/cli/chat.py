@@ -14,6 +14,7 @@ from ..generation.options import (
     CHAT_TOP_P,
 )
 from ..text.messages import EFFORTS, RESPONSE_FORMATS, TOOL_CHOICES
+from ..waiting import waiting
 from .devices import check_folder, load_model, use_compilation_cache
 from .options import (
     SHIPPED,
@@ -79,8 +80,9 @@ def run(options: argparse.Namespace) -> int:
     tokenizer = Tokenizer.from_folder(options.path) if Tokenizer.is_in(options.path) else None
     greeting = [{"role": "system", "content": options.system or ""}]
     render(tokenizer, greeting, **wishes)  # what cannot be is refused before weights are read
-    use_compilation_cache()
-    model = load_model(options.path, options)
+    with waiting("loading the model"):
+        use_compilation_cache()
+        model = load_model(options.path, options)
     if options.path == SHIPPED:
         note("note: the small model of the package has read one book and no conversation")
     Conversation(model, options.system, **settings, **wishes).run()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CommandError, label, shown
+from ..waiting import TELLER
 from .output import note, redirect_output
 
 _DEVICES_FLAG = "--xla_force_host_platform_device_count"
@@ -73,6 +74,7 @@ def join_processes(options: argparse.Namespace) -> None:
     )
     watch_processes()
     redirect_output(silent=number > 0)
+    TELLER.is_silent = number > 0
 
 
 def end_processes(code: int, reason: str) -> None:
@@ -81,6 +83,12 @@ def end_processes(code: int, reason: str) -> None:
         from ..parallel.watch import end_all_processes
 
         end_all_processes(code, reason)
+
+
+def is_compiling() -> bool:
+    """Whether a thread of this process compiles."""
+    function = sys.modules.get("kimi_jax.compilation.function")
+    return function is not None and function.is_compiling()
 
 
 def load_model(path: Path, options: argparse.Namespace) -> Any:

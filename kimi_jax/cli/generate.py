@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import re
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import CommandError, shown
+from ..waiting import waiting
 from .devices import check_folder, load_model, use_compilation_cache
 from .options import (
     SHIPPED,
@@ -64,9 +63,10 @@ def run(options: argparse.Namespace) -> int:
     prompts = _prompts(options)
     settings = {**sampling_options(options), "logprobs": options.logprobs or False}
     is_streamed = len(prompts) == 1 and not (options.json or options.verbose)
-    _check_prompts(options, prompts, is_streamed)
-    use_compilation_cache()
-    model = load_model(options.model, options)
+    with waiting("loading the model"):
+        _check_prompts(options, prompts, is_streamed)
+        use_compilation_cache()
+        model = load_model(options.model, options)
     if is_streamed:
         _stream(model, prompts[0], settings)
         return 0
@@ -130,13 +130,11 @@ def _token_ids(text: str) -> list[int]:
 def _stream(model: Any, prompt: str | list[int], settings: dict[str, Any]) -> None:
     """Shows a prompt and its continuation as it comes, then on standard error how fast it came."""
     events = model.stream(prompt, **settings)  # a refusal comes before anything is shown
-    write(_readable(model, prompt))
-    ids = model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-    begun = time.perf_counter()
-    _compile(model, ids, settings)
-    compiling = time.perf_counter() - begun
-    logprobs, event = [], None
+    logprobs, event, is_first = [], None, True
     for event in events:
+        if is_first:  # until then a sign may show that programs are compiled
+            write(_readable(model, prompt))
+            is_first = False
         logprobs += [event.logprob] if event.logprob else []
         write(event.text)
         if model.tokenizer is None and event.token is not None:
@@ -149,24 +147,10 @@ def _stream(model: Any, prompt: str | list[int], settings: dict[str, Any]) -> No
     prefill = usage.prompt_tokens / usage.prefill_seconds
     decode = usage.generated_tokens / usage.decode_seconds
     note(
-        f"compiled in {compiling:.1f} s; {usage.prompt_tokens} prompt tokens, prefill "
+        f"compiled in {usage.compile_seconds:.1f} s; {usage.prompt_tokens} prompt tokens, prefill "
         f"{prefill:.0f} tok/s; {usage.generated_tokens} new tokens, decode "
         f"{decode:.0f} tok/s; ended by {event.finish_reason}"
     )
-
-
-def _compile(model: Any, ids: list[int], settings: dict[str, Any]) -> None:
-    """Compiles what these ids will run, so that compiling is not counted into their speed.
-
-    Each width of prompt chunk runs once by itself, in a state of the same length.
-    """
-    total = min(len(ids) + settings["max_new_tokens"], model.config.max_positions)
-    for width in {min(model.chunk, len(ids) - at) for at in range(0, len(ids), model.chunk)}:
-        longest = total - width
-        min_new_tokens = min(settings["min_new_tokens"], longest)
-        room = {**settings, "max_new_tokens": longest, "min_new_tokens": min_new_tokens}
-        for _ in itertools.islice(model.stream(ids[:width], **room), 2):
-            pass
 
 
 def _readable(model: Any, prompt: str | Sequence[int]) -> str:

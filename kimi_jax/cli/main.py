@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from ..errors import CommandError, InputError
+from ..waiting import end_process
 from . import bench, cache, chat, devices, generate, inspect, plan
 from .options import Once, OnceFlag
 from .output import prepare_streams, print_error, silence_output
@@ -24,10 +25,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0: done. 1: an unexpected failure. 2: the options, a prompt or the files
     cannot be used, and the message says why. 130: stopped by Ctrl-C.
+
+    Without `argv`, as the command itself, an interrupted process ends here, and so does one in
+    which a thread still compiles: XLA would crash when Python ends.
     """
     code, reason = _run(argv)
     if reason:
         devices.end_processes(code, reason)
+    if argv is None and (code == 130 or devices.is_compiling()):
+        end_process(code)
     return code
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import CommandError, printable
+from ..waiting import TELLER
 
 _LONGEST = 2**26  # characters read from standard input: far more than any context holds
 
@@ -95,6 +96,7 @@ def note(line: str) -> None:
     import jax
 
     if jax.process_index() == 0:
+        TELLER.clear()
         print(f"kimi-jax: {printable(line)}", file=sys.stderr)
 
 

@@ -91,14 +91,15 @@ class Total:
         used = usage.prompt_tokens + usage.generated_tokens
         after = max(0, usage.generated_tokens - 1)
         speed = after / usage.decode_seconds if after and usage.decode_seconds else 0.0
+        compiled = f", compiling {usage.compile_seconds:.1f} s" if usage.compile_seconds else ""
         lines = (
             f"replies {self.replies}, their tokens {self.tokens:,}",
             f"context {used:,} of {context:,} tokens",
             f"last reply: {usage.prompt_tokens:,} prompt tokens, {usage.cached_tokens:,} of them "
             f"cached, in {usage.prefill_seconds:.2f} s, "
-            f"{usage.generated_tokens:,} new tokens at {speed:.1f} tok/s",
+            f"{usage.generated_tokens:,} new tokens at {speed:.1f} tok/s{compiled}",
         )
-        return "\n".join((*lines, *(["compiling included"] if self.replies == 1 else [])))
+        return "\n".join(lines)
 
 
 class Conversation:
@@ -132,6 +133,7 @@ class Conversation:
         """Run turns until the end."""
         if self._is_typed:
             self._screen.remark("/help lists what can be typed here")
+            self._warm_up()
         while (turn := self._read()) is not None:
             text, is_block = turn
             if not is_block and text.startswith("/"):
@@ -139,6 +141,12 @@ class Conversation:
                     return
             elif text.strip():
                 self._run_turn(text)
+
+    def _warm_up(self) -> None:
+        """Compile while the first turn is typed: for one of a few words."""
+        turn = [*self.messages, {"role": "user", "content": "Who are you?"}]
+        with contextlib.suppress(ChatError, PromptError):  # the turn itself will say it
+            self._session.chat(turn, stream=True, **self._options, seed=self._seed).prepare()
 
     def _read(self) -> tuple[str, bool] | None:
         """The next turn and whether it was a block of lines; None at the end of the input."""

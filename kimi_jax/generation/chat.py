@@ -1,8 +1,9 @@
 """A turn of a conversation: its prompt in the chat format, its reply parsed as it streams."""
 
 import dataclasses
+import functools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..errors import ChatError, shown
@@ -10,6 +11,7 @@ from ..runtime.sampling import TokenLogprob
 from ..text.chat_format import Markup, render
 from ..text.reply_parser import ChatEvent, ReplyParser
 from ..text.tool_calls import ToolCall
+from .engine import prepare
 from .generate import start
 from .option_checks import ids_of, of_one_prompt
 from .options import (
@@ -68,8 +70,16 @@ class ChatStream(Iterator[ChatEvent]):
     it.
     """
 
-    def __init__(self, events: Any, parser: ReplyParser, prompt_tokens: int, end: int):
+    def __init__(
+        self,
+        events: Any,
+        parser: ReplyParser,
+        prompt_tokens: int,
+        end: int,
+        prepare: Callable[[], None],
+    ):
         self._events = events
+        self._prepare = prepare
         self._parser = parser
         self._end = end
         self._ready: deque[ChatEvent] = deque()
@@ -84,6 +94,10 @@ class ChatStream(Iterator[ChatEvent]):
                 raise StopIteration
             self._step()
         return self._ready.popleft()
+
+    def prepare(self) -> None:
+        """Compile in the background what the reply needs, before it is asked for."""
+        self._prepare()
 
     def close(self) -> None:
         """End the reply where it is, if it has not ended."""
@@ -166,7 +180,8 @@ def chat(
         cache=prefix_cache, session=session, is_conversation=True,
     )  # fmt: skip
     parser = ReplyParser(model.tokenizer, thinking, stops, request.options.min_new_tokens)
-    streamed = ChatStream(events, parser, len(prompt), end)
+    begin = functools.partial(prepare, model, request, session)
+    streamed = ChatStream(events, parser, len(prompt), end, begin)
     if stream:
         return streamed
     for _ in streamed:

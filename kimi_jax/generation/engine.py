@@ -3,15 +3,16 @@ decode slots; a request that ends frees its slot. Knows token ids and no text.
 """
 
 import dataclasses
-import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from ..compilation.function import running_seconds
 from ..model.state import State
 from ..parallel.processes import to_host
+from ..runtime.program import state_maker
 from ..runtime.runner import Runner
 from ..runtime.sampling import TokenLogprob
 from .batch import Batch, power_of_two
@@ -82,6 +83,20 @@ def run(
             engine.leave()
 
 
+def prepare(runner: Runner, request: Request, session: SessionState | None) -> None:
+    """Compile in the background what a request runs, alone or as the first of a session."""
+    needed = len(request.ids) + request.limit
+    limit = runner.config.max_positions
+    length = session.room(needed) if session else capacity(needed, limit)
+    rows = runner.data_ranks
+    state = runner.program.state_shapes(rows, length)
+    batch = Batch([request.options], rows, runner.config.vocab, STEPS_PER_CALL, runner.place_rows)
+    state_maker(runner.program, rows, length).prepare()
+    runner.program.decode_steps.prepare(runner.weights, state, batch.rows({}), 1)
+    for width in runner.widths([len(request.ids)]):
+        runner.prepare_prefill(state, width)
+
+
 class _Engine:
     """The states of a run: one whose rows are decode slots and one whose rows are prefilled, or one
     for both.
@@ -108,6 +123,14 @@ class _Engine:
             options.steps_per_call,
             runner.place_rows,
         )
+        self._prepare(rows, [requests[i].ids for i in waiting])
+
+    def _prepare(self, rows: int, prompts: Sequence[Sequence[int]]) -> None:
+        """Compile in the background what this run will need: several programs at a time."""
+        runner, is_fresh = self.runner, not (self.options.cache or self.options.session)
+        runner.program.decode_steps.prepare(runner.weights, self.slots, self.batch.rows({}), 1)
+        for width in runner.widths(map(len, prompts)) if is_fresh and rows == 1 else ():
+            runner.prepare_prefill(self.prefill_rows, width)
 
     def _new_slots(self, slots: int, prefill_rows: int, length: int) -> State:
         """The state of the decode slots: a session's, or an empty one."""
@@ -156,7 +179,7 @@ class _Engine:
     def _admit(self, row: int, number: int) -> int:
         """A request enters a prefill row, with what is cached of its prompt."""
         request, cached = self.requests[number], self.resumed
-        request.started_at = time.perf_counter()
+        request.start()
         if self.options.cache and not cached:
             state, cached = self.options.cache.restore(self.prefill_rows, row, request.ids)
             self.prefill_rows = state
@@ -209,7 +232,7 @@ class _Engine:
             self.slots = self.runner.program.move_row(self.prefill_rows, row, self.slots, slot)
         if self.options.session:
             self.options.session.mark(self.slots, len(request.ids))
-        request.prefilled_at = time.perf_counter()
+        request.prefilled_at = running_seconds()
 
     def _decode(self) -> Iterator[Sampled]:
         """Multi-step decode for all slots: the tokens that it sampled."""
@@ -245,5 +268,6 @@ class _Engine:
                 self.options.log(
                     f"request {number}: {request.finish_reason} after {usage.generated_tokens} "
                     f"tokens, prefill {usage.prefill_seconds:.2f} s, "
-                    f"decode {usage.decode_seconds:.2f} s"
+                    f"decode {usage.decode_seconds:.2f} s, "
+                    f"compiling {usage.compile_seconds:.2f} s"
                 )

@@ -1,8 +1,8 @@
 """A request: one prompt, its options, and its reply so far. Token ids, no text."""
 
 import dataclasses
-import time
 
+from ..compilation.function import running_seconds, waited_seconds
 from ..runtime.sampling import Greedy, Sample, TokenLogprob
 
 GREEDY = Greedy()
@@ -12,6 +12,7 @@ GREEDY = Greedy()
 class Usage:
     """What one completion took: tokens, and seconds from its first chunk to its last token; others
     may have run at the same time. `cached_tokens` of the prompt came from an earlier state.
+    `compile_seconds` were spent waiting for programs, and are in neither of the other two.
     """
 
     prompt_tokens: int
@@ -19,6 +20,7 @@ class Usage:
     prefill_seconds: float
     decode_seconds: float
     cached_tokens: int = 0
+    compile_seconds: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,9 +57,15 @@ class Request:
     error: str | None = None
     stop_id: int | None = None
     cached: int = 0  # prompt tokens that were not computed again
-    started_at: float = 0.0  # seconds of `time.perf_counter`
+    started_at: float = 0.0  # seconds of `running_seconds`, in which nothing is compiled
     prefilled_at: float = 0.0
     ended_at: float = 0.0
+    compiled_before: float = 0.0  # seconds that had been waited for programs when it started
+    compiled_after: float = 0.0  # and when it ended
+
+    def start(self) -> None:
+        """Its first chunk begins."""
+        self.started_at, self.compiled_before = running_seconds(), waited_seconds()
 
     @property
     def remaining(self) -> int:
@@ -92,11 +100,13 @@ class Request:
 
     def _end(self, reason: str) -> None:
         self.finish_reason = reason
-        self.ended_at = time.perf_counter()
+        self.ended_at, self.compiled_after = running_seconds(), waited_seconds()
 
     def usage(self, count: int) -> Usage:
         """Tokens and seconds, with the first `count` tokens of the reply."""
         prefill = max(0.0, self.prefilled_at - self.started_at)
-        until = self.ended_at or time.perf_counter()
+        until = self.ended_at or running_seconds()
         decode = max(0.0, until - self.prefilled_at) if self.prefilled_at else 0.0
-        return Usage(len(self.ids), count, prefill, decode, self.cached)
+        waited = (self.compiled_after or waited_seconds()) - self.compiled_before
+        compiled = max(0.0, waited) if self.started_at else 0.0
+        return Usage(len(self.ids), count, prefill, decode, self.cached, compiled)

@@ -63,10 +63,10 @@ class SessionState:
         """
         state, marks, seen = self._state, self._marks, self._seen
         if state is None:
-            state = self.model.new_state(1, self._room(length))
+            state = self.model.new_state(1, self.room(length))
             marks, seen = [], []
         elif state.max_length < length:
-            state = self._grown(state, self._room(length))
+            state = self._grown(state, self.room(length))
         # Nothing has changed so far: the devices may have no room for the state.
         self._state, self._marks, self._seen = None, marks, []
         shared = _shared(seen, ids)
@@ -97,7 +97,7 @@ class SessionState:
         length, copy = self._marks[-1]
         return self.model.program.restore_row(state, 0, copy, length), length
 
-    def _room(self, length: int) -> int:
+    def room(self, length: int) -> int:
         """Slots for `length` tokens: growth is rare, as each size compiles its own programs."""
         slots = self.max_length if self._fixed else ROOM
         while slots < length:

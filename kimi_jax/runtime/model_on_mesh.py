@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ..compilation.function import CompiledFunction
 from ..config.config import Config
 from ..model.decoder import Kimi, declare, new_state, spans
 from ..model.implementations import Implementations
@@ -20,7 +21,6 @@ from ..model.mxfp4 import MXFP4, Quantization
 from ..model.state import STATE_DIMS, STATE_ROLES, State
 from ..parallel.helix import Stripes
 from ..parallel.mesh import DATA, mesh_sizes, sizes_text
-from ..parallel.on_mesh import within
 from ..parallel.placement import Placement
 from ..parallel.roles import Role
 from .fitting import device_memory, refuse_what_exceeds
@@ -202,26 +202,61 @@ class ModelOnMesh:
         return global_fn
 
     def compiled(
-        self, device_fn: Callable, inputs: Sequence[Any], outputs: Any, *, donate: int | None = None
-    ) -> Callable:
-        """`shard`, compiled, for states as users hold them: a state among the results has the batch
-        size of the donated argument.
+        self,
+        device_fn: Callable,
+        inputs: Sequence[Any],
+        outputs: Any,
+        name: str,
+        donate: int | None = None,
+    ) -> CompiledFunction:
+        """`shard`, compiled; `name` tells it from all other functions of this program."""
+        function = self.shard(device_fn, inputs, outputs)
+        return self.compiled_ahead(function, inputs, name, donate_argnums=donate)
+
+    def compiled_ahead(
+        self, function: Callable, inputs: Sequence[Any], name: str, **options: Any
+    ) -> CompiledFunction:
+        """`jax.jit` of a function of global arrays; `inputs` and `name` as in `compiled`."""
+        fixed = 1 if WEIGHTS in inputs[:1] else 0
+        abstract = functools.partial(self._abstract, inputs)
+        return CompiledFunction(
+            function, name, self.identity, self.mesh, abstract, fixed, **options
+        )
+
+    def on_states(
+        self,
+        device_fn: Callable,
+        inputs: Sequence[Any],
+        outputs: Any,
+        name: str,
+        donate: int | None = None,
+    ) -> "StatesFunction":
+        """`compiled`, for states as users hold them: a state among the results has the batch size
+        of the donated argument.
         """
-        jitted = jax.jit(self.shard(device_fn, inputs, outputs), donate_argnums=donate)
-        call = within(self.mesh, jitted)
+        return StatesFunction(self, self.compiled(device_fn, inputs, outputs, name, donate), donate)
 
-        def run(*arguments: Any) -> Any:
-            results = call(*map(_argument, arguments))
-            return results if donate is None else self._with_home(results, arguments[donate].batch)
+    @functools.cached_property
+    def identity(self) -> str:
+        """All that the programs of this model depend on, but for its devices and its functions."""
+        parts = (self.config, self.sizes, self.place, self.dtype, self.scan)
+        return repr((*parts, self.quantization.name, self.implementations))
 
-        return run
+    def _abstract(self, inputs: Sequence[Any], *arguments: Any) -> tuple:
+        """Shapes, types and shardings of arguments: what a function of `inputs` is compiled for."""
+        lengths = [x.max_length for x in arguments if isinstance(x, State)]
 
-    def _with_home(self, results: Any, batch: int) -> Any:
-        if isinstance(results, State):
-            return dataclasses.replace(results, batch=batch, home=self)
+        def of(spec: PartitionSpec, part: Any) -> Any:
+            sharding = NamedSharding(self.mesh, spec)
+            return jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), part
+            )
+
         return tuple(
-            dataclasses.replace(x, batch=batch, home=self) if isinstance(x, State) else x
-            for x in results
+            self.weight_shapes
+            if kind is WEIGHTS
+            else jax.tree.map(of, self._specs(kind, lengths[0] if lengths else 0), argument)
+            for kind, argument in zip(inputs, arguments, strict=True)
         )
 
     def _specs(self, kind: Any, max_length: int) -> Any:
@@ -230,6 +265,30 @@ class ModelOnMesh:
         if kind is STATE:
             return self.state_specs(max_length)
         return self.row_specs() if kind is STATE_ROW else kind
+
+
+class StatesFunction:
+    """A compiled function for states as users hold them."""
+
+    def __init__(self, program: ModelOnMesh, function: CompiledFunction, donate: int | None):
+        self._program, self._function, self._donate = program, function, donate
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Run the function; states among the results are as users hold them."""
+        results = self._function(*map(_argument, arguments))
+        if self._donate is None:
+            return results
+        batch = arguments[self._donate].batch
+        if isinstance(results, State):
+            return self._with_home(results, batch)
+        return tuple(self._with_home(x, batch) if isinstance(x, State) else x for x in results)
+
+    def prepare(self, *arguments: Any) -> None:
+        """Compile for these arguments, or for arrays of their shapes, in the background."""
+        self._function.prepare(*map(_argument, arguments))
+
+    def _with_home(self, state: State, batch: int) -> State:
+        return dataclasses.replace(state, batch=batch, home=self._program)
 
 
 def differences(state_config: dict[str, Any], model_config: dict[str, Any]) -> list[str]:

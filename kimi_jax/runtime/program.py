@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from ..compilation.function import CompiledFunction
 from ..config.block_sizes import block_sizes
 from ..config.config import Config
 from ..model.decoder import Kimi
@@ -21,10 +21,17 @@ from ..model.state import STATE_DIMS, State
 from ..model.step import Step
 from ..parallel.collectives import all_gather, rank, ranks
 from ..parallel.mesh import DATA, MODEL, as_mesh
-from ..parallel.on_mesh import within
 from ..parallel.placement import Placement, as_placement
 from .memory import DTYPES
-from .model_on_mesh import BY_ROW, REPLICATED, STATE, STATE_ROW, WEIGHTS, ModelOnMesh
+from .model_on_mesh import (
+    BY_ROW,
+    REPLICATED,
+    STATE,
+    STATE_ROW,
+    WEIGHTS,
+    ModelOnMesh,
+    StatesFunction,
+)
 from .rows import Rows
 from .sampling import sample
 from .state_rows import row_of, slots_of, with_row, with_slots
@@ -39,32 +46,32 @@ class Program(ModelOnMesh):
         self, weights: dict, state: State, tokens: Any, lengths: Any, kind: str = "prefill"
     ) -> tuple[Array, State]:
         """`step` for a state as users hold it; `kind` is "prefill" or "decode"."""
-        step = within(self.mesh, self.step_of(self._shared_kind(kind, tokens.shape)))
+        step = self.step_for(kind, tokens.shape)
         logits, following = step(weights, state.bare(), tokens, lengths)
         return logits, dataclasses.replace(following, batch=state.batch, home=self)
 
-    def _shared_kind(self, kind: str, shape: tuple[int, int]) -> str:
-        """The kind of the compiled step to use: both kinds share one with equal reductions."""
+    def step_for(self, kind: str, shape: tuple[int, int]) -> CompiledFunction:
+        """The compiled step for tokens of a shape: both kinds share one with equal reductions."""
         rows = shape[0] // self.sizes[DATA] * shape[1]
         reductions = {self.place.reduction(name, rows, self.sizes) for name in (kind, "prefill")}
-        return "prefill" if len(reductions) == 1 else kind
+        return self.step_of("prefill" if len(reductions) == 1 else kind)
 
-    def step_of(self, kind: str) -> Callable:
+    def step_of(self, kind: str) -> CompiledFunction:
         """(weights, state, tokens [B, T], lengths [B]) -> logits [B, Z] after each row's last
         token, state. Compiled; the state is consumed.
         """
         return self.step if kind == "prefill" else self._decode_step
 
     @functools.cached_property
-    def step(self) -> Callable:
+    def step(self) -> CompiledFunction:
         """`step_of("prefill")`."""
         return self._jitted_step("prefill")
 
     @functools.cached_property
-    def _decode_step(self) -> Callable:
+    def _decode_step(self) -> CompiledFunction:
         return self._jitted_step("decode")
 
-    def _jitted_step(self, kind: str) -> Callable:
+    def _jitted_step(self, kind: str) -> CompiledFunction:
         def device_fn(
             weights: dict, state: State, tokens: Array, lengths: Array
         ) -> tuple[Array, State]:
@@ -72,7 +79,8 @@ class Program(ModelOnMesh):
             return model.head_logits(state.hidden), state
 
         inputs = (WEIGHTS, STATE, BY_ROW, BY_ROW)
-        return jax.jit(self.shard(device_fn, inputs, (BY_ROW, STATE)), donate_argnums=1)
+        name = {"prefill": "prefill", "decode": "a decode step"}[kind]
+        return self.compiled(device_fn, inputs, (BY_ROW, STATE), name, donate=1)
 
     def merge(self, weights: dict[tuple, Array]) -> Kimi:
         """The module with these arrays, local or global, as its weights."""
@@ -93,7 +101,7 @@ class Program(ModelOnMesh):
         return model, *model(tokens, state, lengths, step)
 
     @functools.cached_property
-    def decode_steps(self) -> Callable:
+    def decode_steps(self) -> StatesFunction:
         """Multi-step decode: (weights, state, rows, n) -> what n steps sampled, arrays
         [rows.steps_per_call, B, ...] of which the first n are filled, and the state. Every step
         samples each row's next token and feeds it back where the row is still active.
@@ -122,12 +130,13 @@ class Program(ModelOnMesh):
             return sampled, state
 
         inputs = (WEIGHTS, STATE, BY_ROW, REPLICATED)
-        return self.compiled(device_fn, inputs, (PartitionSpec(None, DATA), STATE), donate=1)
+        outputs = (PartitionSpec(None, DATA), STATE)
+        return self.on_states(device_fn, inputs, outputs, "decode", donate=1)
 
     # Rows of states: moved from prefill rows to decode slots, copied and restored.
 
     @functools.cached_property
-    def move_row(self) -> Callable:
+    def move_row(self) -> StatesFunction:
         """(state, row, other, slot) -> `other` with its row `slot` replaced by a row of `state`."""
 
         def device_fn(state: State, row: Array, other: State, slot: Array) -> State:
@@ -138,7 +147,7 @@ class Program(ModelOnMesh):
             return jax.tree_util.tree_map_with_path(put, state, other)
 
         inputs = (STATE, REPLICATED, STATE, REPLICATED)
-        return self.compiled(device_fn, inputs, STATE, donate=2)
+        return self.on_states(device_fn, inputs, STATE, "moving a row", donate=2)
 
     def copy_row(self, state: State, row: int, first: int, width: int) -> State:
         """A copy of one row, a `State` whose caches are `width` slots a rank, from position `first`
@@ -147,7 +156,7 @@ class Program(ModelOnMesh):
         return _row_copier(self, width)(state, row, first)
 
     @functools.cached_property
-    def restore_row(self) -> Callable:
+    def restore_row(self) -> StatesFunction:
         """(state, row, copy, first) -> the state with a row restored from a copy that `copy_row`
         made at position `first`; the row's cache must hold the positions before `first` already.
         """
@@ -167,7 +176,7 @@ class Program(ModelOnMesh):
             return jax.tree_util.tree_map_with_path(put, state, copy)
 
         inputs = (STATE, REPLICATED, STATE_ROW, REPLICATED)
-        return self.compiled(device_fn, inputs, STATE, donate=0)
+        return self.on_states(device_fn, inputs, STATE, "restoring a row", donate=0)
 
     def key_rank(self) -> int | Array:
         """This device's rank among those over which cached keys are striped; called per device."""
@@ -204,18 +213,18 @@ class Program(ModelOnMesh):
         return self.empty(tokens.shape[0], tokens.shape[1], ranks(MODEL))
 
     @functools.cached_property
-    def jitted_logits(self) -> Callable:
+    def jitted_logits(self) -> CompiledFunction:
         """`logits`, compiled."""
-        return within(self.mesh, jax.jit(self.logits))
+        return self.compiled_ahead(self.logits, (WEIGHTS, BY_ROW, BY_ROW), "logits")
 
     @functools.cached_property
-    def jitted_mixtures(self) -> Callable:
+    def jitted_mixtures(self) -> CompiledFunction:
         """`mixtures`, compiled."""
-        return within(self.mesh, jax.jit(self.mixtures))
+        return self.compiled_ahead(self.mixtures, (WEIGHTS, BY_ROW, BY_ROW), "mixtures")
 
 
 @functools.lru_cache(maxsize=128)
-def _row_copier(program: Program, width: int) -> Callable:
+def _row_copier(program: Program, width: int) -> StatesFunction:
     """(state, row, first) -> a copy of one row with `width` slots a rank."""
 
     def device_fn(state: State, row: Array, first: Array) -> State:
@@ -229,16 +238,21 @@ def _row_copier(program: Program, width: int) -> Callable:
 
         return dataclasses.replace(jax.tree_util.tree_map_with_path(copy, state), max_length=0)
 
-    return program.compiled(device_fn, (STATE, REPLICATED, REPLICATED), STATE_ROW)
+    inputs, name = (STATE, REPLICATED, REPLICATED), f"copying a row of {width} slots"
+    return program.on_states(device_fn, inputs, STATE_ROW, name)
 
 
 @functools.lru_cache(maxsize=128)
-def state_maker(program: Program, batch: int, max_length: int) -> Callable[[], State]:
+def state_maker(program: Program, batch: int, max_length: int) -> CompiledFunction:
     """A compiled function that makes an empty state; cached, so that requests share it."""
     specs = program.state_specs(max_length)
     shardings = jax.tree.map(lambda spec: NamedSharding(program.mesh, spec), specs)
-    make_state = jax.jit(lambda: program.empty(batch, max_length), out_shardings=shardings)
-    return within(program.mesh, make_state)
+    return program.compiled_ahead(
+        lambda: program.empty(batch, max_length),
+        (),
+        f"a state of {batch} x {max_length} tokens",
+        out_shardings=shardings,
+    )
 
 
 # Equal arguments give the same program, compiled once.

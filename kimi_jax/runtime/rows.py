@@ -4,7 +4,9 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
+
+from ..model.state import Leaf
 
 
 @jax.tree_util.register_dataclass
@@ -16,19 +18,19 @@ class Rows:
     in arrays.
     """
 
-    active: Bool[Array, " B"]  # rows that still decode
-    remaining: Int[Array, " B"]  # tokens that each may still sample
-    seeds: Int[Array, " B"]
-    counts: Int[Array, " B"]  # tokens that each has sampled
-    temperature: Float[Array, " B"]  # 0: the best token
-    top_k: Int[Array, " B"]  # 0: all
-    top_p: Float[Array, " B"]
-    min_p: Float[Array, " B"]
-    repetition_penalty: Float[Array, " B"]
-    min_new_tokens: Int[Array, " B"]
-    stop_ids: Int[Array, "B M"]  # ids that end a row; -1: none
-    bias: Float[Array, "B Z"] | None  # added to logits; None: no row has any
-    seen: Bool[Array, "B Z"] | None  # ids that prompt or reply hold; None: no row has a penalty
+    active: Leaf  # [B] rows that still decode
+    remaining: Leaf  # [B] tokens that each may still sample
+    seeds: Leaf  # [B]
+    counts: Leaf  # [B] tokens that each has sampled
+    temperature: Leaf  # [B] 0: the best token
+    top_k: Leaf  # [B] 0: all
+    top_p: Leaf  # [B]
+    min_p: Leaf  # [B]
+    repetition_penalty: Leaf  # [B]
+    min_new_tokens: Leaf  # [B]
+    stop_ids: Leaf  # [B, M] ids that end a row; -1: none
+    bias: Leaf | None  # [B, Z] added to logits; None: no row has any
+    seen: Leaf | None  # [B, Z] ids that prompt or reply hold; None: no row has a penalty
     top_logprobs: int = dataclasses.field(metadata={"static": True})  # best tokens to report
     draws: bool = dataclasses.field(metadata={"static": True})  # some row has a temperature
     masks_stops: bool = dataclasses.field(metadata={"static": True})  # some row has min_new_tokens

@@ -3,9 +3,10 @@ text.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
@@ -153,6 +154,21 @@ class Runner:
         assert logits is not None
         with own_mesh(self.mesh):
             return logits if len(logits) == len(ids) else logits[: len(ids)], state
+
+    def widths(self, lengths: Iterable[int]) -> set[int]:
+        """The padded widths of the chunks in which prompts of these lengths are prefilled."""
+        pieces = {min(self.chunk, n - at) for n in lengths for at in range(0, n, self.chunk)}
+        return {bucket(T, self.chunk) for T in pieces}
+
+    def prepare_prefill(self, state: State, width: int) -> None:
+        """Compile `prefill` of a padded width, for this state or one of its shapes, in the
+        background.
+        """
+        rows = len(state.length)
+        ids = jax.ShapeDtypeStruct((rows, width), np.int32)
+        lengths = jax.ShapeDtypeStruct((rows,), np.int32)
+        step = self.program.step_for("prefill", ids.shape)
+        step.prepare(self.weights, state.bare(), ids, lengths)
 
     def _placed(self, ids: np.ndarray, lengths: np.ndarray) -> tuple[Any, Any]:
         """Ids and lengths on the mesh, padded to a multiple of the data ranks and to a bucket's

@@ -22,8 +22,8 @@ def test_ctrl_c(run, loaded, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(generate, "_compile", interrupted)
-    assert run("generate", "the cat") == (130, "the cat", "\n")
+    monkeypatch.setattr(generate, "_stream", interrupted)
+    assert run("generate", "the cat") == (130, "", "\n")
 
 
 @pytest.mark.parametrize("words", [("inspect",), ("inspect", "--all"), ("--help",)])
@@ -40,7 +40,7 @@ def test_unforeseen_errors_keep_their_traceback(run, loaded, monkeypatch):
     def broken(*_):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(generate, "_compile", broken)
+    monkeypatch.setattr(generate, "_stream", broken)
     with pytest.raises(ZeroDivisionError):
         run("generate", "the cat")
 

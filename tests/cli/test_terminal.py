@@ -12,6 +12,7 @@ from conftest import ROOT
 
 import kimi_jax as kj
 from kimi_jax.cli import main as cli
+from kimi_jax.cli.terminal import Conversation
 from kimi_jax.text.tokenizer import write_tokenizer
 
 
@@ -52,6 +53,7 @@ def talk(model, folder, monkeypatch, capsys):
     def run(lines, *words, replies=ANSWERS, typed=False):
         run.script = Script(model, monkeypatch, *replies)
         monkeypatch.setattr(kj, "load", lambda path, **options: model)
+        monkeypatch.setattr(Conversation, "_warm_up", lambda self: None)
         monkeypatch.setattr("sys.stdin", (Typed if typed else io.StringIO)(lines))
         code = cli.main(["chat", str(folder), *words])
         return code, *capsys.readouterr()

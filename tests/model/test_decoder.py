@@ -256,12 +256,12 @@ def test_lengths_within_a_bucket_and_decode_steps_compile_once(awkward):
     ids, lengths = prompts(AWKWARD, LENGTHS)
     _, state = awkward.prefill(awkward.new_state(3, 128), ids[:, :20], np.minimum(lengths, 20))
     _, state = awkward.decode(state, np.array([1, 1, 1]))
-    compiled = awkward.program.step._cache_size()
+    compiled = awkward.program.step.program_count
     for T in range(17, 37):
         awkward.prefill(awkward.new_state(3, 128), ids[:, :T], np.minimum(lengths, T))
     for token in range(20):
         _, state = awkward.decode(state, np.full(3, token))
-    assert awkward.program.step._cache_size() == compiled
+    assert awkward.program.step.program_count == compiled
 
 
 @pytest.mark.parametrize("config, scan", [(MESHED, False), (DEEP, True)], ids=["plain", "scan"])
