@@ -36,11 +36,11 @@ EXAMPLES = """\
   kimi-jax chat /path/to/checkpoint --thinking-effort low --response-format schema.json
 
 Thinking is shown dimmed. Tool calls are shown and not run; a format is asked for, not enforced.
-/help lists what can be typed beside text: /reset, /tools, /stats, /quit. A line that ends in \\
-goes on in the next one; lines between two lines of \"\"\" are one turn. Ctrl-C ends a reply, and
-leaves at the prompt, as Ctrl-D does. Without a terminal each line of standard input is a turn;
-answers go to standard output, thinking to standard error. The small model of the package has read
-one book and no conversation: it goes on in the manner of that book."""
+/help lists what can be typed beside text: /system, /undo, /retry, /save and more. A line that ends
+in \\ goes on in the next one; lines between two lines of \"\"\" are one turn. Ctrl-C ends a reply;
+at the prompt it clears the line, and then leaves, as Ctrl-D does. Without a terminal each line of
+standard input is a turn; answers go to standard output, thinking to standard error. The small model
+of the package has read one book and no conversation: it goes on in the manner of that book."""
 
 
 def add(commands: Any) -> None:
@@ -50,8 +50,8 @@ def add(commands: Any) -> None:
     help_path = f"checkpoint folder ({SHIPPED_MODEL})"
     add("path", nargs="?", type=Path, default=SHIPPED, metavar="PATH", help=help_path)
     add("--system", type=utf8_text, metavar="TEXT", help="system prompt")
-    help_thinking = "let the model think before it answers (on)"
-    add("--thinking", action=OnceSwitch, default=True, help=help_thinking)
+    help_thinking = "let the model think before it answers (on, but for the small model)"
+    add("--thinking", action=OnceSwitch, help=help_thinking)
     efforts = (*EFFORTS, "unsaid")
     help_effort = f"tell the model how much to think ({CHAT_THINKING_EFFORT})"
     add("--thinking-effort", choices=efforts, default=CHAT_THINKING_EFFORT, help=help_effort)
@@ -60,6 +60,7 @@ def add(commands: Any) -> None:
     help_format = "ask for JSON: json_object, or a file that holds a JSON schema (text)"
     add("--response-format", default="text", metavar="FORMAT", help=help_format)
     add_sampling(command, CHAT_MAX_NEW_TOKENS, CHAT_TEMPERATURE, CHAT_TOP_P)
+    command.set_defaults(seed=None)  # drawn, and told
     add_mesh(command)
 
 
@@ -99,7 +100,7 @@ def _wishes(options: argparse.Namespace) -> dict[str, Any]:
         response_format = {"type": "json_schema", "json_schema": {"schema": schema}}
     return {
         "tools": read_json_file(options.tools) if options.tools else None,
-        "thinking": options.thinking,
+        "thinking": options.path != SHIPPED if options.thinking is None else options.thinking,
         "thinking_effort": None if options.thinking_effort == "unsaid" else options.thinking_effort,
         "tool_choice": options.tool_choice,
         "response_format": response_format,

@@ -77,9 +77,11 @@ class ChatStream(Iterator[ChatEvent]):
         prompt_tokens: int,
         end: int,
         prepare: Callable[[], None],
+        usage: Callable[[int], Usage],
     ):
         self._events = events
         self._prepare = prepare
+        self._usage_after = usage
         self._parser = parser
         self._end = end
         self._ready: deque[ChatEvent] = deque()
@@ -139,6 +141,8 @@ class ChatStream(Iterator[ChatEvent]):
 
     def _finish(self, reason: str) -> None:
         self._reason = reason
+        if reason == "interrupted":
+            self._usage = self._usage_after(len(self._tokens))
         self._events.close()
         self._ready.extend(self._parser.finish())
 
@@ -181,7 +185,7 @@ def chat(
     )  # fmt: skip
     parser = ReplyParser(model.tokenizer, thinking, stops, request.options.min_new_tokens)
     begin = functools.partial(prepare, model, request, session)
-    streamed = ChatStream(events, parser, len(prompt), end, begin)
+    streamed = ChatStream(events, parser, len(prompt), end, begin, request.usage)
     if stream:
         return streamed
     for _ in streamed:

@@ -13,7 +13,7 @@ from ..compilation.function import running_seconds
 from ..model.state import State
 from ..parallel.processes import to_host
 from ..runtime.program import state_maker
-from ..runtime.runner import Runner
+from ..runtime.runner import Runner, prepare_prefill
 from ..runtime.sampling import TokenLogprob
 from .batch import Batch, power_of_two
 from .prefix_cache import PrefixCache
@@ -93,8 +93,7 @@ def prepare(runner: Runner, request: Request, session: SessionState | None) -> N
     batch = Batch([request.options], rows, runner.config.vocab, STEPS_PER_CALL, runner.place_rows)
     state_maker(runner.program, rows, length).prepare()
     runner.program.decode_steps.prepare(runner.weights, state, batch.rows({}), 1)
-    for width in runner.widths([len(request.ids)]):
-        runner.prepare_prefill(state, width)
+    prepare_prefill(runner, state, [len(request.ids)])
 
 
 class _Engine:
@@ -129,8 +128,8 @@ class _Engine:
         """Compile in the background what this run will need: several programs at a time."""
         runner, is_fresh = self.runner, not (self.options.cache or self.options.session)
         runner.program.decode_steps.prepare(runner.weights, self.slots, self.batch.rows({}), 1)
-        for width in runner.widths(map(len, prompts)) if is_fresh and rows == 1 else ():
-            runner.prepare_prefill(self.prefill_rows, width)
+        if is_fresh and rows == 1:
+            prepare_prefill(runner, self.prefill_rows, map(len, prompts))
 
     def _new_slots(self, slots: int, prefill_rows: int, length: int) -> State:
         """The state of the decode slots: a session's, or an empty one."""

@@ -189,7 +189,7 @@ class ModelOnMesh:
 
         def global_fn(*arguments: Any) -> Any:
             lengths = [x.max_length for x in arguments if isinstance(x, State)]
-            specs = lambda kind: self._specs(kind, lengths[0] if lengths else 0)  # noqa: E731
+            specs = lambda kind: self.specs(kind, lengths[0] if lengths else 0)  # noqa: E731
             out = tuple(map(specs, outputs)) if type(outputs) is tuple else specs(outputs)
             return jax.shard_map(
                 device_fn,
@@ -218,48 +218,13 @@ class ModelOnMesh:
     ) -> CompiledFunction:
         """`jax.jit` of a function of global arrays; `inputs` and `name` as in `compiled`."""
         fixed = 1 if WEIGHTS in inputs[:1] else 0
-        abstract = functools.partial(self._abstract, inputs)
+        abstract = functools.partial(_abstract, self, inputs)
         return CompiledFunction(
-            function, name, self.identity, self.mesh, abstract, fixed, **options
+            function, name, _identity(self), self.mesh, abstract, fixed, **options
         )
 
-    def on_states(
-        self,
-        device_fn: Callable,
-        inputs: Sequence[Any],
-        outputs: Any,
-        name: str,
-        donate: int | None = None,
-    ) -> "StatesFunction":
-        """`compiled`, for states as users hold them: a state among the results has the batch size
-        of the donated argument.
-        """
-        return StatesFunction(self, self.compiled(device_fn, inputs, outputs, name, donate), donate)
-
-    @functools.cached_property
-    def identity(self) -> str:
-        """All that the programs of this model depend on, but for its devices and its functions."""
-        parts = (self.config, self.sizes, self.place, self.dtype, self.scan)
-        return repr((*parts, self.quantization.name, self.implementations))
-
-    def _abstract(self, inputs: Sequence[Any], *arguments: Any) -> tuple:
-        """Shapes, types and shardings of arguments: what a function of `inputs` is compiled for."""
-        lengths = [x.max_length for x in arguments if isinstance(x, State)]
-
-        def of(spec: PartitionSpec, part: Any) -> Any:
-            sharding = NamedSharding(self.mesh, spec)
-            return jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), part
-            )
-
-        return tuple(
-            self.weight_shapes
-            if kind is WEIGHTS
-            else jax.tree.map(of, self._specs(kind, lengths[0] if lengths else 0), argument)
-            for kind, argument in zip(inputs, arguments, strict=True)
-        )
-
-    def _specs(self, kind: Any, max_length: int) -> Any:
+    def specs(self, kind: Any, max_length: int) -> Any:
+        """The mesh axes of an argument or result of a kind, a tree for weights and states."""
         if kind is WEIGHTS:
             return self.weight_specs
         if kind is STATE:
@@ -267,10 +232,36 @@ class ModelOnMesh:
         return self.row_specs() if kind is STATE_ROW else kind
 
 
-class StatesFunction:
-    """A compiled function for states as users hold them."""
+def _identity(program: ModelOnMesh) -> str:
+    """All that the programs of a model depend on, but for its devices and its functions."""
+    parts = (program.config, program.sizes, program.place, program.dtype, program.scan)
+    return repr((*parts, program.quantization.name, program.implementations))
 
-    def __init__(self, program: ModelOnMesh, function: CompiledFunction, donate: int | None):
+
+def _abstract(program: ModelOnMesh, inputs: Sequence[Any], *arguments: Any) -> tuple:
+    """Shapes, types and shardings of arguments: what a function of `inputs` is compiled for."""
+    lengths = [x.max_length for x in arguments if isinstance(x, State)]
+
+    def of(spec: PartitionSpec, part: Any) -> Any:
+        sharding = NamedSharding(program.mesh, spec)
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), part
+        )
+
+    return tuple(
+        program.weight_shapes
+        if kind is WEIGHTS
+        else jax.tree.map(of, program.specs(kind, lengths[0] if lengths else 0), argument)
+        for kind, argument in zip(inputs, arguments, strict=True)
+    )
+
+
+class StatesFunction:
+    """A function that `ModelOnMesh.compiled` compiled, for states as users hold them: a state among
+    the results has the batch size of the donated argument.
+    """
+
+    def __init__(self, program: ModelOnMesh, function: CompiledFunction, donate: int | None = None):
         self._program, self._function, self._donate = program, function, donate
 
     def __call__(self, *arguments: Any) -> Any:

@@ -131,7 +131,8 @@ class Program(ModelOnMesh):
 
         inputs = (WEIGHTS, STATE, BY_ROW, REPLICATED)
         outputs = (PartitionSpec(None, DATA), STATE)
-        return self.on_states(device_fn, inputs, outputs, "decode", donate=1)
+        compiled = self.compiled(device_fn, inputs, outputs, "decode", donate=1)
+        return StatesFunction(self, compiled, donate=1)
 
     # Rows of states: moved from prefill rows to decode slots, copied and restored.
 
@@ -147,7 +148,8 @@ class Program(ModelOnMesh):
             return jax.tree_util.tree_map_with_path(put, state, other)
 
         inputs = (STATE, REPLICATED, STATE, REPLICATED)
-        return self.on_states(device_fn, inputs, STATE, "moving a row", donate=2)
+        compiled = self.compiled(device_fn, inputs, STATE, "moves of a row", donate=2)
+        return StatesFunction(self, compiled, donate=2)
 
     def copy_row(self, state: State, row: int, first: int, width: int) -> State:
         """A copy of one row, a `State` whose caches are `width` slots a rank, from position `first`
@@ -176,7 +178,8 @@ class Program(ModelOnMesh):
             return jax.tree_util.tree_map_with_path(put, state, copy)
 
         inputs = (STATE, REPLICATED, STATE_ROW, REPLICATED)
-        return self.on_states(device_fn, inputs, STATE, "restoring a row", donate=0)
+        compiled = self.compiled(device_fn, inputs, STATE, "restored rows", donate=0)
+        return StatesFunction(self, compiled, donate=0)
 
     def key_rank(self) -> int | Array:
         """This device's rank among those over which cached keys are striped; called per device."""
@@ -238,8 +241,8 @@ def _row_copier(program: Program, width: int) -> StatesFunction:
 
         return dataclasses.replace(jax.tree_util.tree_map_with_path(copy, state), max_length=0)
 
-    inputs, name = (STATE, REPLICATED, REPLICATED), f"copying a row of {width} slots"
-    return program.on_states(device_fn, inputs, STATE_ROW, name)
+    inputs, name = (STATE, REPLICATED, REPLICATED), f"copies of a row, {width} slots"
+    return StatesFunction(program, program.compiled(device_fn, inputs, STATE_ROW, name))
 
 
 @functools.lru_cache(maxsize=128)

@@ -155,21 +155,6 @@ class Runner:
         with own_mesh(self.mesh):
             return logits if len(logits) == len(ids) else logits[: len(ids)], state
 
-    def widths(self, lengths: Iterable[int]) -> set[int]:
-        """The padded widths of the chunks in which prompts of these lengths are prefilled."""
-        pieces = {min(self.chunk, n - at) for n in lengths for at in range(0, n, self.chunk)}
-        return {bucket(T, self.chunk) for T in pieces}
-
-    def prepare_prefill(self, state: State, width: int) -> None:
-        """Compile `prefill` of a padded width, for this state or one of its shapes, in the
-        background.
-        """
-        rows = len(state.length)
-        ids = jax.ShapeDtypeStruct((rows, width), np.int32)
-        lengths = jax.ShapeDtypeStruct((rows,), np.int32)
-        step = self.program.step_for("prefill", ids.shape)
-        step.prepare(self.weights, state.bare(), ids, lengths)
-
     def _placed(self, ids: np.ndarray, lengths: np.ndarray) -> tuple[Any, Any]:
         """Ids and lengths on the mesh, padded to a multiple of the data ranks and to a bucket's
         width.
@@ -246,3 +231,21 @@ def _array(name: str, value: Any, shape: str) -> np.ndarray:
         return np.asarray(value)
     except (ValueError, TypeError, OverflowError) as error:
         raise RequestError(f"{name} must be {shape}; got {shown(value)}") from error
+
+
+def chunk_widths(lengths: Iterable[int], chunk: int) -> set[int]:
+    """The padded widths of the chunks in which prompts of these lengths are prefilled."""
+    pieces = {min(chunk, n - at) for n in lengths for at in range(0, n, chunk)}
+    return {bucket(T, chunk) for T in pieces}
+
+
+def prepare_prefill(runner: Runner, state: State, lengths: Iterable[int]) -> None:
+    """Compile in the background what prefills prompts of these lengths, for this state or one of
+    its shapes.
+    """
+    rows = len(state.length)
+    for width in chunk_widths(lengths, runner.chunk):
+        ids = jax.ShapeDtypeStruct((rows, width), np.int32)
+        counts = jax.ShapeDtypeStruct((rows,), np.int32)
+        step = runner.program.step_for("prefill", ids.shape)
+        step.prepare(runner.weights, state.bare(), ids, counts)

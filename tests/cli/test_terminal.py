@@ -12,7 +12,7 @@ from conftest import ROOT
 
 import kimi_jax as kj
 from kimi_jax.cli import main as cli
-from kimi_jax.cli.terminal import Conversation
+from kimi_jax.cli.terminal import Conversation, Words
 from kimi_jax.text.tokenizer import write_tokenizer
 
 
@@ -102,7 +102,7 @@ def test_a_terminal_shows_thinking_dimmed_and_no_controls(talk, monkeypatch):
 
 def test_ctrl_c_ends_a_reply_and_then_the_conversation(talk):
     cut = [*ids("half<|close|>think<|sep|>an"), KeyboardInterrupt()]
-    code, out, err = talk("one\ntwo\n^C\nthree\n", typed=True, replies=[cut, *ANSWERS[:1]])
+    code, out, err = talk("one\n^C\ntwo\n^C\n^C\nthree\n", typed=True, replies=[cut, *ANSWERS[:1]])
     assert code == 130
     assert "an\n" in out and "[interrupted]" in err and "answer 0\n" in out
     assert turns(talk)[1] == ["one", "an", "two"] and len(turns(talk)) == 2
@@ -187,6 +187,42 @@ def test_files_of_tools_and_formats_that_cannot_be_used(talk, tmp_path, words, c
         path.write_text(content)
     code, out, err = talk("one\n", *words, *([str(path)] if len(words) == 1 else []))
     assert code == 2 and out == "" and says in err and talk.script.prompts == []
+
+
+def test_a_conversation_is_changed_and_asked_again(talk):
+    lines = "one\n/undo\ntwo\n/retry\n/thinking off\n/system Be brief.\nthree\n"
+    code, out, err = talk(lines, "--thinking-effort", "unsaid")
+    assert (code, out) == (0, "answer 0\nanswer 1\nanswer 2\nanswer 3\n")
+    assert turns(talk) == [["one"], ["two"], ["two"], ["Be brief.", "three"]]
+    assert "taken back" in err and "thinking is off" in err
+    for line, says in (("/undo", "there is no turn yet"), ("/thinking what", "takes on or off")):
+        assert says in talk(f"{line}\none\n", typed=True)[2]
+        code, out, err = talk(f"{line}\none\n")
+        assert code == 2 and says in err and out == ""
+
+
+def test_a_conversation_is_saved_and_read(talk, tmp_path):
+    file = tmp_path / "talk.json"
+    code, _, err = talk(f"one\n/save {file}\n/reset\n/load {file}\ntwo\n/save {file}\n", typed=True)
+    assert code == 0 and "2 messages written" in err and "2 messages read" in err
+    assert turns(talk)[1] == ["one", "answer 0", "two"] and "File exists" in err
+    messages = json.loads(file.read_text())
+    assert [message["role"] for message in messages] == ["user", "assistant"]
+    file.write_text('[{"role": "nobody"}]')
+    assert "nobody" in talk(f"/load {file}\n/save\n", typed=True)[2]
+
+
+def test_a_seed_is_drawn_and_told_where_turns_are_typed(talk):
+    seed = re.search(r"seed (\d+): --seed \1 draws", talk("one\n", typed=True)[2])
+    assert seed and "seed" not in talk("one\n")[2]
+    assert "seed" not in talk("one\n", "--seed", "3", typed=True)[2]
+
+
+def test_words_are_not_broken_at_the_edge():
+    words = Words(10)
+    pieces = [words.push(text) for text in ("one tw", "o three", " a", "bcdefghijklmn o\npq")]
+    assert "".join([*pieces, words.flush()]) == "one two \nthree abcdefghijklmn o\npq"
+    assert pieces[0] == "one "
 
 
 def test_tools_that_cannot_be_declared_later(talk, tmp_path):

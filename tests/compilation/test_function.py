@@ -194,6 +194,7 @@ test_function.compiled_ahead(slow)(np.ones(4, np.float32))
 """
 
 
+@pytest.mark.usefixtures("heeds_interrupts")
 def test_an_interrupt_ends_a_program_at_once():
     """The script that waits for a compiler gets KeyboardInterrupt, and ends with 130."""
     ran = subprocess.Popen(
