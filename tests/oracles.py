@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from kimi_jax.config.block_sizes import BLOCK_SIZES, BlockSizes
 from kimi_jax.config.config import Config
 from kimi_jax.model import mxfp4
-from kimi_jax.model.experts import Experts
+from kimi_jax.model.experts.weights import Experts
 from kimi_jax.model.implementations import Implementations
 from kimi_jax.model.layers import Expert
 from kimi_jax.model.mla import MLA

@@ -8,14 +8,15 @@ import dataclasses
 from collections.abc import Callable, Mapping
 
 from ..numerics import is_whole
-from . import experts, indexer, kda, mla
+from . import indexer, kda, mla
+from .experts import dispatch
 from .step import ImplementationNames
 
 TABLES: Mapping[str, Mapping[str, Callable]] = {
     "kda": kda.IMPLEMENTATIONS,
     "mla": mla.IMPLEMENTATIONS,
-    "moe": experts.IMPLEMENTATIONS,
-    "transport": experts.TRANSPORTS,
+    "moe": dispatch.IMPLEMENTATIONS,
+    "transport": dispatch.TRANSPORTS,
     "select": indexer.SELECTIONS,
 }
 

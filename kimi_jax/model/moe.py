@@ -23,7 +23,8 @@ from ..parallel import collectives
 from ..parallel.collectives import of_bits, to_bits
 from ..parallel.reductions import SUM
 from ..parallel.roles import Dim, Role
-from .experts import Experts, dispatched, run_local_experts
+from .experts.dispatch import dispatched, run_local_experts
+from .experts.weights import Experts
 from .layers import MLP, Term, linear, linear_wide, rms_norm, weight
 from .mxfp4 import Quantization
 from .step import Step

@@ -87,7 +87,7 @@ def test_the_tree_names_every_folder_and_file():
             folder = found[1]
             named.add(folder)
         elif line.startswith("    "):
-            named |= {f"{folder}/{name}" for name in re.findall(r"\w+\.py", line)}
+            named |= {f"{folder}/{name}" for name in re.findall(r"[\w/]+\.py", line)}
         elif found := re.match(r"  (\w+\.py) ", line):
             named.add(found[1])
     package = ROOT / "kimi_jax"

@@ -23,8 +23,9 @@ from oracles import (
 )
 from tolerances import EXPERTS, MOE_LAYER, ROUTE
 
-from kimi_jax.model import experts as experts_module
-from kimi_jax.model.experts import Experts, block_rows, dense, grouped
+from kimi_jax.model.experts import dispatch
+from kimi_jax.model.experts.blocks import block_rows, dense, grouped
+from kimi_jax.model.experts.weights import Experts
 from kimi_jax.model.layers import linear_wide
 from kimi_jax.model.moe import MoE, limit_groups, route
 from kimi_jax.model.mxfp4 import MXFP4, PLAIN, expert_quantization
@@ -140,7 +141,7 @@ def test_near_ties_of_896_experts_are_chosen_as_in_float64(monkeypatch, dtype):
         return routed[0]
 
     routed = []
-    monkeypatch.setitem(experts_module.IMPLEMENTATIONS, "grouped", spy)
+    monkeypatch.setitem(dispatch.IMPLEMENTATIONS, "grouped", spy)
     ids, weights = chosen(module, x, step_of([0], [rows], rows))
     np.testing.assert_array_equal(np.sort(ids, -1), np.sort(expected, -1))
     assert weights.dtype == jnp.float32

@@ -28,7 +28,7 @@ from oracles import (
 )
 from tolerances import MOE_MESH
 
-from kimi_jax.model.experts import address_rows, dispatched
+from kimi_jax.model.experts.dispatch import address_rows, dispatched
 from kimi_jax.model.implementations import Implementations
 from kimi_jax.model.layers import Expert
 from kimi_jax.model.moe import MoE

@@ -1,0 +1,1 @@
+"""The routed experts: weights, implementations, dispatch over ranks."""
