@@ -43,7 +43,7 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
 import kimi_jax as kj
-from kimi_jax.model.implementations import Implementations
+from kimi_jax.model.implementations import fast_on
 from kimi_jax.model.mxfp4 import expert_quantization
 from kimi_jax.parallel.mesh import DATA, MODEL
 from kimi_jax.runtime.probes import compile_decode_steps, compile_step
@@ -158,7 +158,7 @@ def report(options: argparse.Namespace) -> dict[str, Any]:
         options.dtype,
         quantization=expert_quantization(config.quantized),
         scan=True,
-        implementations=Implementations(transport=options.transport),
+        implementations=dataclasses.replace(fast_on("gpu"), transport=options.transport),
     )
     batch = -(-options.batch // data) * data
     tokens = -(-options.rows // batch) if options.step == "prefill" else 1

@@ -42,5 +42,12 @@ class Implementations(ImplementationNames):
             raise ValueError("\n".join(problems))
 
 
+def fast_on(platform: str) -> Implementations:
+    """The fast implementations for devices of a platform."""
+    if platform == "cpu":
+        return Implementations()
+    return Implementations(moe="slots", transport="ragged")
+
+
 DEFINITIONS = Implementations(kda="recurrent", mla="expanded", moe="dense")
 TRAINING = Implementations(mla="expanded", moe="dense", chunk=16, select="teach")

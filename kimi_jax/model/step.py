@@ -27,7 +27,7 @@ class ImplementationNames:
 
     kda: str = "chunked"  # or "recurrent", the definition
     mla: str = "absorbed"  # or "expanded", the definition, which selects by a full sort
-    moe: str = "grouped"  # or "dense", the definition
+    moe: str = "grouped"  # or "slots", for GPUs; or "dense", the definition
     # How rows are sent to experts: "padded" blocks, or "ragged" ones, which CPUs cannot send.
     transport: str = "padded"
     # "teach": attention's gradient reaches the indexer, whose choice has none.

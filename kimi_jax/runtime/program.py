@@ -15,7 +15,7 @@ from ..compilation.function import CompiledFunction
 from ..config.block_sizes import block_sizes
 from ..config.config import Config
 from ..model.decoder import Kimi
-from ..model.implementations import Implementations
+from ..model.implementations import Implementations, fast_on
 from ..model.mxfp4 import MXFP4, Quantization
 from ..model.state import STATE_DIMS, State
 from ..model.step import Step
@@ -296,8 +296,7 @@ def make_program(
     if scan is None:
         scan = platform != "cpu" or config.layers >= SCAN_FROM
     if implementations is None:
-        transport = "padded" if platform == "cpu" else "ragged"
-        implementations = Implementations(transport=transport)
+        implementations = fast_on(platform)
     if implementations.blocks is None:
         blocks = block_sizes(platform)
         implementations = dataclasses.replace(implementations, blocks=blocks)

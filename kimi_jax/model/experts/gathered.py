@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int, Shaped, UInt8, UInt32
 from ...numerics import at_least_float32, widen
 from ..mxfp4 import GROUP, MXFP4, PLAIN, SCALE_BIAS
 
-Stacks = Mapping[str, Shaped[Array, "G E o i"]]  # what a matrix is stored as, by its prefix
+Stacks = Mapping[str, Array]  # [G, E, o, i]: what a matrix is stored as, by its prefix
 
 WORD = 8  # 4-bit numbers in 32 bits
 # A 4-bit number put under float16's sign and over its top mantissa bit is 2^-14 of its value, the
@@ -32,8 +32,8 @@ NUMBER_SCALE = 14
 class Gathered(NamedTuple):
     """How one quantization multiplies rows by gathered experts."""
 
-    # (x [S, R, i], stacks, group, expert [S]) -> of each of R rows [S, o, k], and their scale: x w^T
-    # is the sum over k times the scale.
+    # (x [S, R, i], stacks, group, expert [S]) -> of each of R rows [S, o, k], and a scale: x w^T is
+    # the sum over k times the scale.
     terms: Callable[[Array, Stacks, int | Array, Array], tuple[list[Array], float]]
     # (stacks, group, expert [S], dtype) -> [S, o, i], the inputs in the order of `reorder`.
     matrices: Callable[[Stacks, int | Array, Array, DTypeLike], Array]
@@ -55,7 +55,7 @@ def plain_terms(
 ) -> tuple[list[Float[Array, "S o i"]], float]:
     """w x, one input a term."""
     w, x = widen(gather_experts(stacks["w"], group, expert)), widen(x)
-    return [w * x[:, r, None] for r in range(x.shape[1])], 1.0
+    return [w * x[:, r, None, :] for r in range(x.shape[1])], 1.0
 
 
 def plain_matrices(
@@ -119,7 +119,7 @@ def mxfp4_matrices(
     wide = at_least_float32(dtype)
     packed = gather_experts(stacks["w"], group, expert)
     shifts = jnp.array([0, 4], jnp.uint8)[None, None, :, None]
-    halves = (packed[:, :, None] >> shifts).astype(jnp.uint16)
+    halves = (packed[:, :, None, :] >> shifts).astype(jnp.uint16)
     bits = ((halves & 8) << 12) | ((halves & 7) << 9)
     numbers = jax.lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.float16).astype(wide)
     scale = power_of_two(gather_experts(stacks["s"], group, expert), wide)

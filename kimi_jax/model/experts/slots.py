@@ -47,7 +47,7 @@ def deal(ids: Int[Array, "P A"], E: int, R: int) -> Deal:
     pairs = jnp.pad(pairs, (0, -len(pairs) % width), constant_values=E).reshape(-1, width)
 
     # Pairs of the same expert before each pair: within its block, and in the blocks before.
-    within = _count(_before(width) & (pairs[:, None, :] == pairs[:, :, None]))
+    within = _count(_before(width)[None] & (pairs[:, None, :] == pairs[:, :, None]))
     in_block = _count(pairs[:, None, :] == jnp.arange(E, dtype=jnp.int32)[None, :, None])
     blocks_before = _before(len(pairs))[:, None, :]
     before = jnp.sum(jnp.where(blocks_before, in_block.T[None], 0), -1, dtype=jnp.int32)
@@ -58,7 +58,7 @@ def deal(ids: Int[Array, "P A"], E: int, R: int) -> Deal:
     first_slot = jnp.sum(jnp.where(is_before, slots[None], 0), -1, dtype=jnp.int32)
 
     base = R * first_slot[None, :-1] + before
-    place = jnp.take_along_axis(base, pairs, axis=1, mode="clip") + within
+    place = jnp.take_along_axis(base, jnp.minimum(pairs, E - 1), axis=1) + within
     place = jnp.where(pairs < E, place, -1).reshape(-1)[: ids.size]
     return Deal(place.reshape(ids.shape), first_slot)
 
