@@ -3,7 +3,9 @@
 import math
 from collections.abc import Callable
 
-from kimi_jax.model import experts, mla
+from kimi_jax.model import mla
+from kimi_jax.model.experts import slots
+from kimi_jax.model.experts.blocks import block_rows
 from kimi_jax.runtime.program import Program
 
 from .floor import Load, Shares
@@ -35,12 +37,16 @@ def loop_rule(program: Program, load: Load) -> Rule:
 
 
 def branch_rule(program: Program, load: Load, slots: int) -> Rule:
-    """The branch of a choice by the number of cached keys; the others are left to the bytes."""
+    """The branch of a choice by the number of cached keys, or by the slots that a rank's experts
+    take at uniform routing; others are left to the bytes.
+    """
     shares, config = Shares(program, load), program.config
     blocks = program.implementations.blocks
     assert blocks is not None
 
     def branch(scope: str, conditional: Instruction) -> tuple[int, str] | None:
+        if scope.startswith("mlp/experts"):
+            return expert_branch(program, shares)
         widths: Callable | None = getattr(mla, "selection_widths", None)
         if "indexer" not in scope or widths is None:
             return None
@@ -54,11 +60,19 @@ def branch_rule(program: Program, load: Load, slots: int) -> Rule:
     return branch
 
 
+def expert_branch(program: Program, shares: Shares) -> tuple[int, str] | None:
+    """The branch of the experts' slots that uniform routing takes on average."""
+    config, rows, active = program.config, shares.routed_rows, program.config.active_experts
+    held = config.experts // shares.expert_ranks
+    decoded = slots.decoded_bytes(config, program.dtype)
+    layout = slots.sizes(rows, active, held, config.experts, decoded)
+    expected = slots.expected_slots(rows, active, held, config.experts, layout.R)
+    branch = sum(expected > capacity for capacity in layout.capacities[:-1])
+    return branch, f"{expected:.0f} slots of uniform routing in {layout.capacities[branch]}"
+
+
 def expected_blocks(program: Program, shares: Shares) -> int:
     """Blocks of rows that a rank's experts run, at uniform routing; 0 without such blocks."""
-    block_rows: Callable | None = getattr(experts, "block_rows", None)
-    if block_rows is None:
-        return 0
     config, rows = program.config, shares.routed_rows
     held, chance = config.experts // shares.expert_ranks, config.active_experts / config.experts
     block = block_rows(rows)

@@ -13,8 +13,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from ...config.config import Config
 from ...numerics import at_least_float32, widen
 from ..layers import situ
 from .gathered import GATHERED, Stacks
@@ -159,6 +161,11 @@ def most_slots(pairs: int, held: int, R: int) -> int:
     return pairs if pairs <= held else held + (pairs - held) // R
 
 
+def decoded_bytes(config: Config, dtype: DTypeLike) -> int:
+    """The matrices of one expert, decoded."""
+    return 3 * config.expert_ffn * config.latent * jnp.dtype(dtype).itemsize
+
+
 # The implementation.
 
 
@@ -172,10 +179,11 @@ def slots(
     """`dense` at the cost of the active experts, without a loop of unknown length. A row's sum runs
     in the order of its ids, whatever its neighbours are.
     """
-    (P, A), (E, F, L) = ids.shape, (experts.count, experts.config.expert_ffn, z.shape[1])
+    (P, A), E = ids.shape, experts.count
     if P * A == 0:
         return jnp.zeros(z.shape, at_least_float32(z.dtype))
-    layout = sizes(P, A, E, experts.config.experts, 3 * F * L * z.dtype.itemsize)
+    config = experts.config
+    layout = sizes(P, A, E, config.experts, decoded_bytes(config, z.dtype))
     dealt = deal(ids, E, layout.R)
 
     def branch(S: int):
