@@ -12,7 +12,7 @@ from ...parallel import collectives
 from ...parallel.collectives import of_bits, to_bits
 from ..step import Step
 from .blocks import dense, grouped
-from .slots import slots
+from .slots import count, is_before, slots
 from .weights import Experts
 
 IMPLEMENTATIONS = {"dense": dense, "grouped": grouped, "slots": slots}
@@ -48,8 +48,8 @@ def address_rows(ids: Int[Array, "c A"], held: int, n: int) -> Address:
     rank_of_expert = jnp.where(ids >= 0, ids // held, -1)
     ranks = jnp.arange(n, dtype=jnp.int32)
     is_sent = jnp.any(rank_of_expert[..., None] == ranks[None, None], axis=1)
-    slot = jnp.cumsum(is_sent, 0, dtype=jnp.int32) - 1
-    return Address(rank_of_expert, is_sent, slot)
+    earlier = is_before(len(ids))[:, None, :]
+    return Address(rank_of_expert, is_sent, slot=count(earlier & is_sent.T[None]))
 
 
 def dispatch_messages(
@@ -63,11 +63,14 @@ def dispatch_messages(
     that rank's experts, from 1 on, and their weights. A number 0 is no expert, so a row of zeros
     asks for nothing.
     """
-    (c, n), ranks = address.is_sent.shape, jnp.arange(address.is_sent.shape[1], dtype=jnp.int32)
-    local_rows = jnp.arange(c, dtype=jnp.int32)[:, None]
-    slots = jnp.where(address.is_sent, address.slot, c)
-    row_in_slot = jnp.full((n, c), c, jnp.int32)  # row c does not exist: zeros are sent
-    row_in_slot = row_in_slot.at[ranks[None], slots].set(local_rows, mode="drop")
+    c, n = address.is_sent.shape
+    ranks, local_rows = jnp.arange(n, dtype=jnp.int32), jnp.arange(c, dtype=jnp.int32)
+
+    # The row in each slot of each block; row c does not exist: zeros are sent.
+    slot = jnp.where(address.is_sent, address.slot, -1).T
+    is_in_slot = slot[:, None, :] == local_rows[None, :, None]
+    rows = jnp.where(is_in_slot, local_rows[None, None] - c, 0)
+    row_in_slot = c + rows.sum(-1, dtype=jnp.int32)
     gather = lambda x, fill: x.at[row_in_slot].get(mode="fill", fill_value=fill)  # noqa: E731
     is_theirs = gather(address.rank_of_expert, -1) == ranks[:, None, None]
     numbers = jnp.where(is_theirs, gather(ids, 0) % held + 1, 0)

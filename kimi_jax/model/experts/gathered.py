@@ -78,25 +78,40 @@ def mxfp4_terms(
     w, s = stacks["w"], stacks["s"]
     words = w.shape[-1] // 4
     as_words = jax.lax.bitcast_convert_type(w.reshape(*w.shape[:-1], words, 4), jnp.uint32)
-    numbers = word_numbers(gather_experts(as_words, group, expert))
+    gathered = gather_experts(as_words, group, expert)
     per_word = jnp.broadcast_to(s[..., None], (*s.shape, GROUP // WORD))
     scale = power_of_two(gather_experts(per_word, group, expert), wide)
     scale = scale.reshape(*scale.shape[:-2], words)
     inputs = widen(x).reshape(*x.shape[:-1], words, WORD)
     terms = [
-        scale * sum(n.astype(wide) * inputs[:, r, None, :, k] for k, n in enumerate(numbers))
+        scale
+        * sum(
+            n.astype(wide) * inputs[:, r, None, :, k]
+            for k, n in enumerate(word_numbers(gathered, r))
+        )
         for r in range(x.shape[1])
     ]
     return terms, 2.0**NUMBER_SCALE
 
 
-def word_numbers(words: UInt32[Array, "*dims"]) -> list[Float[Array, "*dims"]]:
-    """The 8 numbers of each word, inputs in order, times 2^-14 in float16."""
+def word_numbers(words: UInt32[Array, "*dims"], spelling: int) -> list[Float[Array, "*dims"]]:
+    """The 8 numbers of each word, inputs in order, times 2^-14 in float16.
+
+    Shifts to the left are written as products by the bits of `spelling`, which gives the same. A
+    number with several users is one that XLA may write to memory, so each row of a slot spells its
+    own; the compiler behind XLA makes them one again.
+    """
+    shift_sign, shift_magnitude = (
+        (lambda bits, by: bits * jnp.uint32(1 << by))
+        if spelling >> bit & 1
+        else (lambda bits, by: bits << jnp.uint32(by))
+        for bit in range(2)
+    )
     numbers: list = [None] * WORD
     for k in range(WORD // 2):  # number k of both halves of a word
         pair = words >> jnp.uint32(4 * k)
         sign, magnitude = pair & jnp.uint32(0x00080008), pair & jnp.uint32(0x00070007)
-        pair = (sign << jnp.uint32(12)) | (magnitude << jnp.uint32(9))
+        pair = shift_sign(sign, 12) | shift_magnitude(magnitude, 9)
         for half in range(2):
             bits = (pair >> jnp.uint32(16 * half)).astype(jnp.uint16)
             numbers[k + 4 * half] = jax.lax.bitcast_convert_type(bits, jnp.float16)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from ...config.config import Config
 from ...numerics import at_least_float32, widen
@@ -23,7 +23,8 @@ from .gathered import GATHERED, Stacks
 from .weights import Experts
 
 # Mean rows of an expert up to which a slot's weights are decoded within the reduction over its
-# inputs, for each row of the slot again: above, decoding into memory costs less.
+# inputs, in slots of two rows; above, decoding into memory costs less. (Slots of four rows make XLA
+# write the decoded numbers out: 26 GB for 100 slots of K3.1.)
 FUSED_UP_TO = 4.0
 # Decoded weights of one turn of the loop over slots. For K3.1 in bfloat16, 11 to 16 experts.
 DECODED_BYTES = 1 << 30
@@ -49,15 +50,14 @@ def deal(ids: Int[Array, "P A"], E: int, R: int) -> Deal:
     pairs = jnp.pad(pairs, (0, -len(pairs) % width), constant_values=E).reshape(-1, width)
 
     # Pairs of the same expert before each pair: within its block, and in the blocks before.
-    within = _count(_before(width)[None] & (pairs[:, None, :] == pairs[:, :, None]))
-    in_block = _count(pairs[:, None, :] == jnp.arange(E, dtype=jnp.int32)[None, :, None])
-    blocks_before = _before(len(pairs))[:, None, :]
+    within = count(is_before(width)[None] & (pairs[:, None, :] == pairs[:, :, None]))
+    in_block = count(pairs[:, None, :] == jnp.arange(E, dtype=jnp.int32)[None, :, None])
+    blocks_before = is_before(len(pairs))[:, None, :]
     before = jnp.sum(jnp.where(blocks_before, in_block.T[None], 0), -1, dtype=jnp.int32)
 
     # Slots of the experts before each expert.
     slots = (in_block.sum(0, dtype=jnp.int32) + R - 1) // R
-    is_before = jnp.arange(E + 1, dtype=jnp.int32)[:, None] > jnp.arange(E, dtype=jnp.int32)[None]
-    first_slot = jnp.sum(jnp.where(is_before, slots[None], 0), -1, dtype=jnp.int32)
+    first_slot = jnp.sum(jnp.where(is_before(E + 1)[:, :-1], slots[None], 0), -1, dtype=jnp.int32)
 
     base = R * first_slot[None, :-1] + before
     place = jnp.take_along_axis(base, jnp.minimum(pairs, E - 1), axis=1) + within
@@ -65,13 +65,15 @@ def deal(ids: Int[Array, "P A"], E: int, R: int) -> Deal:
     return Deal(place.reshape(ids.shape), first_slot)
 
 
-def _count(holds: Array) -> Int[Array, "..."]:
-    """How often along the last dim."""
+def count(holds: Bool[Array, "*dims n"]) -> Int[Array, "*dims"]:
+    """How many along the last dim hold."""
     return jnp.sum(holds, -1, dtype=jnp.int32)
 
 
-def _before(n: int) -> Array:
-    """Whether j stands before i, [i, j]."""
+def is_before(n: int) -> Bool[Array, "n n"]:
+    """Whether j stands before i, [i, j]. Sums over it run in one kernel; a cumulative sum takes
+    several.
+    """
     i = jnp.arange(n, dtype=jnp.int32)
     return i[:, None] > i[None]
 
@@ -87,7 +89,7 @@ def fill(dealt: Deal, S: int, R: int) -> Slots:
     """The first S slots."""
     P, A = dealt.place.shape
     slot = jnp.arange(S, dtype=jnp.int32)
-    expert = _count(dealt.first_slot[None, 1:] <= slot[:, None])
+    expert = count(dealt.first_slot[None, 1:] <= slot[:, None])
     rows = jnp.broadcast_to(jnp.arange(P, dtype=jnp.int32)[:, None], (P, A))
     place = jnp.where(dealt.place >= 0, dealt.place, S * R)
     row = jnp.zeros(S * R, jnp.int32).at[place].set(rows, mode="drop", unique_indices=True)
@@ -126,7 +128,7 @@ def sizes(P: int, A: int, held: int, E: int, expert_bytes: int) -> Sizes:
     """
     mean = P * A / E
     if mean <= FUSED_UP_TO:
-        R = 1 if P == 1 else 2 if mean <= 1.5 else 4
+        R = 1 if P == 1 else 2
         return Sizes(R, fused_capacities(P, A, held, E, R))
     R = min(128, 16 * math.ceil((mean + 2.5 * math.sqrt(mean)) / 16))
     expected, worst = expected_slots(P, A, held, E, R), most_slots(P * A, held, R)
@@ -145,7 +147,8 @@ def fused_capacities(P: int, A: int, held: int, E: int, R: int) -> tuple[int, ..
     found = {expected + step * spread for step in (-1, 0, 1, 2)}
     while max(found) < worst:
         found.add(2 * max(found))
-    return tuple(sorted({min(worst, max(1, math.ceil(capacity))) for capacity in found}))
+    # XLA writes the gathered weights of a lone slot out before it reduces them.
+    return tuple(sorted({min(worst, max(2, math.ceil(capacity))) for capacity in found}))
 
 
 def expected_slots(P: int, A: int, held: int, E: int, R: int) -> float:
