@@ -133,14 +133,16 @@ def mxfp4_matrices(
     """Decoded numbers: those of even inputs, then those of odd inputs."""
     wide = at_least_float32(dtype)
     packed = gather_experts(stacks["w"], group, expert)
-    shifts = jnp.array([0, 4], jnp.uint8)[None, None, :, None]
-    halves = (packed[:, :, None, :] >> shifts).astype(jnp.uint16)
+    S, o, half = packed.shape
+    shift = 4 * jax.lax.broadcasted_iota(jnp.uint8, (S, o, 2, half), 2)
+    halves = (packed[:, :, None, :] >> shift).astype(jnp.uint16)
     bits = ((halves & 8) << 12) | ((halves & 7) << 9)
     numbers = jax.lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.float16).astype(wide)
-    scale = power_of_two(gather_experts(stacks["s"], group, expert), wide)
-    scale = jnp.broadcast_to(scale[:, :, None, :, None], (*halves.shape[:3], scale.shape[-1], 16))
-    matrices = numbers * np.asarray(2.0**NUMBER_SCALE, wide) * scale.reshape(halves.shape)
-    return matrices.astype(dtype).reshape(*packed.shape[:2], -1)
+    s = stacks["s"]
+    per_number = jnp.broadcast_to(s[:, :, :, None, :, None], (*s.shape[:3], 2, s.shape[3], 16))
+    scale = power_of_two(gather_experts(per_number, group, expert), wide).reshape(halves.shape)
+    matrices = numbers * np.asarray(2.0**NUMBER_SCALE, wide) * scale
+    return matrices.astype(dtype).reshape(S, o, 2 * half)
 
 
 def even_then_odd(x: Shaped[Array, "*rows i"]) -> Shaped[Array, "*rows i"]:
