@@ -46,7 +46,7 @@ BLOCK_SIZES: Mapping[str, BlockSizes] = {
     ),
     "gpu": BlockSizes(
         prefill_tokens=4096,
-        kda_chunk=64,
+        kda_chunk=128,
         keys=4096,
         dense_bytes=2**29,
         select_bytes=2**29,

@@ -25,7 +25,7 @@ class ImplementationNames:
     checks the names against the tables of the operations.
     """
 
-    kda: str = "chunked"  # or "recurrent", the definition
+    kda: str = "chunked"  # or "transitions", for GPUs; or "recurrent", the definition
     mla: str = "absorbed"  # or "expanded", the definition, which selects by a full sort
     moe: str = "grouped"  # or "slots", for GPUs; or "dense", the definition
     # How rows are sent to experts: "padded" blocks, or "ragged" ones, which CPUs cannot send.

@@ -33,16 +33,14 @@ from tolerances import (
     NORM,
 )
 
-from kimi_jax.model.kda import (
-    KDA,
+from kimi_jax.model.attention.delta_rule import (
     chunked,
-    convolve,
-    l2_norm,
-    log_decay,
     recurrent,
     recurrent_step,
+    transitions,
     unit_lower_inverse,
 )
+from kimi_jax.model.kda import KDA, convolve, l2_norm, log_decay
 
 WIDE = ("float32", "float64")
 MIDDLE = -10.0  # steep enough for every bound here, and the block of 16 still meets in its middle
@@ -50,6 +48,8 @@ DIFFERENCES = -math.inf
 B, H, K, V = 2, 3, 12, 5
 
 run_chunked = quick_jit(chunked, static_argnames=("chunk", "steepest"))
+run_transitions = quick_jit(transitions, static_argnames=("chunk", "steepest"))
+CHUNKED = pytest.mark.parametrize("run_chunked", [run_chunked, run_transitions])
 run_recurrent = quick_jit(recurrent)
 run_l2_norm = quick_jit(l2_norm)
 run_log_decay = quick_jit(log_decay, static_argnums=3)
@@ -105,8 +105,9 @@ def test_state_is_laid_out_keys_by_values():
         close(state, expected, KDA_STEP)
 
 
+@CHUNKED
 @pytest.mark.parametrize("dtype", WIDE)
-def test_three_chunks_of_8_equal_token_by_token(dtype):
+def test_three_chunks_of_8_equal_token_by_token(run_chunked, dtype):
     state, *tokens = inputs(24, -0.05, -5, dtype)
     whole = run_chunked(state, *tokens, chunk=8, steepest=-5.0)
     one, outputs = quick_jit(recurrent_step), []
@@ -116,9 +117,10 @@ def test_three_chunks_of_8_equal_token_by_token(dtype):
     both_close(whole, (state, np.stack(outputs, 1)), KDA_CHUNKED)
 
 
+@CHUNKED
 @pytest.mark.parametrize("case", ["c0", "c0h", "c1", "c1h", "c2", "c2h", "c3", "c3h"])
 @pytest.mark.parametrize("dtype", WIDE)
-def test_both_forms_equal_golden(ops, case, dtype):
+def test_both_forms_equal_golden(run_chunked, ops, case, dtype):
     g = ops("kda")
     q, k, v, decay, beta = (of_type(g[f"{case}.{n}"], dtype) for n in "q k v g beta".split())
     normed = run_l2_norm(q), run_l2_norm(k)
@@ -136,9 +138,10 @@ def test_both_forms_equal_golden(ops, case, dtype):
 # Chunks
 
 
+@CHUNKED
 @pytest.mark.parametrize("chunk", [1, 3, 8, 16, 64, 1000])
 @pytest.mark.parametrize("form", [MIDDLE, DIFFERENCES], ids=["middle", "differences"])
-def test_chunked_equals_recurrent(chunk, form):
+def test_chunked_equals_recurrent(run_chunked, chunk, form):
     """A state comes in, 37 tokens are no multiple of a chunk; decays reach the bound and beyond."""
     beyond = [] if form == MIDDLE else [(-1, -40)]
     for slowest, steepest in [(-0.01, -0.01), (-0.01, -5), (-5, -5), (-9, -9), *beyond]:
@@ -146,6 +149,15 @@ def test_chunked_equals_recurrent(chunk, form):
             arrays = inputs(37, slowest, steepest, dtype, seed=chunk)
             actual = run_chunked(*arrays, chunk=chunk, steepest=form)
             both_close(actual, run_recurrent(*arrays), KDA_CHUNKED)
+
+
+@pytest.mark.parametrize("T", [1, 7, 129, 300])
+def test_transitions_equal_recurrent_at_awkward_lengths(T):
+    """Blocks of 32 at the bound of -5, where what lies above their diagonal overflows."""
+    for dtype in WIDE:
+        arrays = inputs(T, -0.01, -5, dtype, seed=T)
+        actual = run_transitions(*arrays, chunk=64, steepest=-5.0)
+        both_close(actual, run_recurrent(*arrays), KDA_CHUNKED)
 
 
 @settings(max_examples=8, deadline=None, derandomize=True)
@@ -156,16 +168,18 @@ def test_chunked_equals_recurrent_for_any_length_and_chunk(T, chunk, steepest):
     both_close(actual, run_recurrent(*arrays), KDA_CHUNKED)
 
 
+@CHUNKED
 @pytest.mark.parametrize("form", [MIDDLE, DIFFERENCES], ids=["middle", "differences"])
 @pytest.mark.parametrize("bound", [-5.0, -9.0, -10.0])
-def test_all_gates_at_the_lower_bound_stay_finite(bound, form):
+def test_all_gates_at_the_lower_bound_stay_finite(run_chunked, bound, form):
     arrays = inputs(70, bound, bound, "float32")
     actual = run_chunked(*arrays, chunk=64, steepest=form)
     both_close(actual, run_recurrent(*arrays), KDA_CHUNKED)
 
 
+@CHUNKED
 @pytest.mark.parametrize("bound", [-5.0, -20.0])
-def test_a_layer_may_name_any_bound(bound):
+def test_a_layer_may_name_any_bound(run_chunked, bound):
     """Exponents that a block's middle cannot hold in float32 are met by differences."""
     arrays = inputs(37, bound, bound, "float32")
     actual = run_chunked(*arrays, chunk=16, steepest=bound)
@@ -194,7 +208,8 @@ def test_gradients_of_chunked_are_finite_and_equal_those_of_recurrent(form, dtyp
         both_close(gradients(form)(arrays, towards), expected, KDA_GRADIENT)
 
 
-def test_padding_to_whole_chunks_changes_nothing():
+@CHUNKED
+def test_padding_to_whole_chunks_changes_nothing(run_chunked):
     """No key, decay or beta: the state is passed on bit for bit."""
     state, q, k, v, decay, beta = inputs(9, -0.01, -5, jnp.float32)
     short = [x[:, :5] for x in (q, k, v, decay, beta)]
@@ -319,7 +334,7 @@ def test_convolve_in_pieces_equals_the_whole(pieces):
 
 # The sublayer
 
-FORMS = [dict(kda="recurrent"), dict(chunk=4), dict(chunk=64)]
+FORMS = [dict(kda="recurrent"), dict(chunk=4), dict(chunk=64), dict(kda="transitions", chunk=4)]
 VARIANTS = [(dict(), forms, dtype) for dtype in WIDE for forms in FORMS] + [
     (dict(full_rank_gate=False), FORMS[0], "float64"),
     (dict(decay_lower_bound=None), FORMS[0], "float64"),

@@ -1,0 +1,1 @@
+"""The hard operations of attention, without weights: the delta rule."""
