@@ -27,6 +27,14 @@ from ..numerics import at_least_float32, widen
 from ..parallel import helix
 from ..parallel.helix import Partial
 from ..parallel.roles import Dim, Role
+from .attention import static
+from .attention.latents import (
+    attend_rows,
+    attend_selected,
+    expanded,
+    over_queries,
+    per_head,
+)
 from .indexer import (
     SELECTIONS,
     Indexer,
@@ -35,119 +43,9 @@ from .indexer import (
     score,
     score_cache,
 )
-from .layers import HIGHEST, Term, linear, rms_norm, weight
-from .state import MLAState, from_cache, read_block, write_rows
+from .layers import Term, linear, rms_norm, weight
+from .state import MLAState, read_block, write_rows
 from .step import Step
-
-
-def dot(spec: str, a: Array, b: Array) -> Array:
-    """einsum accumulated in at least float32 at full precision, not rounded back."""
-    wide = at_least_float32(a.dtype)
-    return jnp.einsum(spec, a, b, precision=HIGHEST, preferred_element_type=wide)
-
-
-def per_head(x: Float[Array, "B T H i"], w: Float[Array, "H i o"]) -> Float[Array, "B T H o"]:
-    """x_h w_h for every head, rounded once. Heads lead both operands: CPUs run no other batched
-    bfloat16 product.
-    """
-    B, T, H, _ = x.shape
-    rows = jnp.moveaxis(x, 2, 0).reshape(H, B * T, -1)
-    y = dot("hpi,hio->hpo", rows, w).astype(x.dtype)
-    return jnp.moveaxis(y.reshape(H, B, T, -1), 0, 2)
-
-
-def expanded(
-    q: Float[Array, "B T H K"],
-    latents: Float[Array, "B S R"],
-    w_k_b: Float[Array, "H N C"],
-    w_v_b: Float[Array, "H V C"],
-    allowed: Bool[Array, "B T S"],
-    scale: float,
-    bias: Float[Array, "B T S"] | float = 0.0,
-) -> Float[Array, "B T H V"]:
-    """softmax(q k^T scale + bias) v with every key and value written out: the definition."""
-    q, latents = widen(q), widen(latents)
-    c, k_rope = latents[..., : w_k_b.shape[-1]], latents[..., w_k_b.shape[-1] :]
-    k_nope = dot("bsc,hnc->bshn", c, widen(w_k_b))
-    v = dot("bsc,hvc->bshv", c, widen(w_v_b))
-    q_nope, q_rope = q[..., : w_k_b.shape[1]], q[..., w_k_b.shape[1] :]
-    scores = dot("bthn,bshn->bhts", q_nope, k_nope) + dot("bthr,bsr->bhts", q_rope, k_rope)
-    scores = scores * scale + jnp.expand_dims(bias, -3) if jnp.ndim(bias) else scores * scale
-    weights = jax.nn.softmax(jnp.where(allowed[:, None], scores, -jnp.inf), axis=-1)
-    return dot("bhts,bshv->bthv", weights, v)
-
-
-def attend_rows(
-    q: Float[Array, "B T H R"],
-    cache: Shaped[Array, "G B S R"],
-    positions: Int[Array, "B T"],
-    step: Step,
-    value_width: int,
-    scale: float,
-    slots: int,
-) -> Partial:
-    """Every query over all latent rows up to its position that this rank holds, a block of keys at
-    a time (online softmax). The first `value_width` numbers of a row are its values.
-
-    Only the first `slots` slots can hold keys, and only blocks that hold some are read. A block
-    comes straight out of the stack of caches, so that no layer's cache is copied.
-    """
-    B, T, H, _ = q.shape
-    block = min(step.blocks.keys, slots)
-
-    def add_block(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        top, mass, acc = carry
-
-        # Read. The last block begins early, to end with the slots: its overlap is not seen twice.
-        first = jnp.minimum(i * block, slots - block)
-        rows, key_positions = read_block(cache, first, block, q.dtype, step)
-        slot = first + jnp.arange(block, dtype=jnp.int32)
-        is_new = slot >= i * block
-        is_seen = (key_positions[None, None] <= positions[..., None]) & is_new[None, None]
-
-        # Score; unseen keys weigh exp(-inf) = 0.
-        products = dot("bthr,bsr->bhts", q, rows)
-        scores = jnp.where(is_seen[:, None], products * scale, -jnp.inf)
-
-        # Rescale what was summed so far to the new largest score, and add this block.
-        new_top = jnp.maximum(top, scores.max(-1))
-        reference = jnp.where(new_top == -jnp.inf, 0, new_top)  # no key yet: -inf - -inf is NaN
-        weights = jnp.exp(scores - reference[..., None])
-        rescale = jnp.exp(top - reference)
-        added = dot("bhts,bsc->bhtc", weights.astype(q.dtype), rows[..., :value_width])
-        return new_top, mass * rescale + weights.sum(-1), acc * rescale[..., None] + added
-
-    wide = at_least_float32(q.dtype)
-    empty = (
-        jnp.full((B, H, T), -jnp.inf, wide),
-        jnp.zeros((B, H, T), wide),
-        jnp.zeros((B, H, T, value_width), wide),
-    )
-    blocks = (jnp.minimum(step.max_local_keys, slots) + block - 1) // block
-    top, mass, acc = jax.lax.fori_loop(0, blocks, add_block, empty)
-    o = (acc / jnp.maximum(mass, 1e-30)[..., None]).astype(q.dtype)
-    return Partial(*(jnp.moveaxis(x, 1, 2) for x in (o, top, mass)))
-
-
-def attend_selected(
-    q: Float[Array, "B T H R"],
-    cache: Shaped[Array, "G B S R"],
-    group: int | Array,
-    slots: Int[Array, "B T U"],
-    kept: Bool[Array, "B T U"],
-    value_width: int,
-    scale: float,
-) -> Partial:
-    """Every query over those of its `slots` that are kept, gathered from the stack of caches."""
-    batch = jnp.arange(q.shape[0], dtype=jnp.int32)[:, None, None]
-    rows = from_cache(cache[group, batch, slots], q.dtype)
-    rows = jnp.where(kept[..., None], rows, jnp.zeros((), q.dtype))
-    scores = jnp.where(kept[..., None, :], dot("bthr,btur->bthu", q, rows) * scale, -jnp.inf)
-    top = scores.max(-1)
-    weights = jnp.exp(scores - jnp.maximum(top, jnp.finfo(scores.dtype).min)[..., None])
-    mass = weights.sum(-1)
-    out = dot("bthu,btuc->bthc", weights.astype(q.dtype), rows[..., :value_width])
-    return Partial((out / jnp.maximum(mass, 1e-30)[..., None]).astype(q.dtype), top, mass)
 
 
 class MLA(nnx.Module):
@@ -245,9 +143,134 @@ class MLA(nnx.Module):
         """Attention to the latent rows themselves: of all heads, or of this rank's where keys are
         sharded.
         """
-        N, w_values = self.config.nope_dim, jnp.swapaxes(self.w_v_b[...], 1, 2)
-        q = jnp.concatenate([per_head(q[..., :N], self.w_k_b[...]), q[..., N:]], -1)
-        partial = self._attend_local_keys(q, x, query_latent, state, step)
+        absorbed = self._absorb(q)
+        partial = self._attend_local_keys(absorbed, x, query_latent, state, step)
+        return self._merged(partial, step)
+
+    def static(
+        self,
+        q: Float[Array, "B T H K"],
+        x: Float[Array, "B T D"],
+        query_latent: Float[Array, "B T Q"],
+        state: MLAState,
+        step: Step,
+    ) -> Float[Array, "B T h V"]:
+        """`absorbed` in blocks whose number is known when compiling, for GPUs; keys are selected by
+        a radix search instead of a sort.
+        """
+        S, U = state.latents.shape[2], self.config.index_topk
+        is_selective = self.config.sparse and step.stripes.most(S) > U
+
+        def among(slots: int) -> Array:
+            if not is_selective:
+                return self._static_dense(q, state, step, slots)
+            return self._static_sparse(q, x, query_latent, state, step, slots)
+
+        widths = selection_widths(S, U if is_selective else 1, step.blocks.narrowest_slots)
+        return _switch_width(among, widths, step)
+
+    def _static_dense(
+        self, q: Float[Array, "B T H K"], state: MLAState, step: Step, slots: int
+    ) -> Float[Array, "B T h V"]:
+        """Attention to all keys among the first slots, a block of queries at a time."""
+        B, T, H, _ = q.shape
+        rows = static.stored_rows(state.latents, slots, q.dtype, step.group)
+        if step.stripes.ranks == 1 and self._expanding_pays(T):
+            seen = lambda positions: static.seen_slots(positions, slots, step)[0]  # noqa: E731
+            return self._static_expanded(q, rows, seen, step.positions, step)
+
+        def attend(block: tuple[Array, Array]) -> Array:
+            q, positions = block
+            seen, written = static.seen_slots(positions, slots, step)
+            q, C = self._absorb(q), self.config.kv_rank
+            return self._merged(static.attend_all(q, rows, seen, written, C, self._scale), step)
+
+        scores = B * H * slots * at_least_float32(q.dtype).itemsize  # of a query
+        size = max(1, step.blocks.dense_bytes // scores)
+        return static.in_blocks(attend, (q, step.positions), size)
+
+    def _static_sparse(
+        self,
+        q: Float[Array, "B T H K"],
+        x: Float[Array, "B T D"],
+        query_latent: Float[Array, "B T Q"],
+        state: MLAState,
+        step: Step,
+        slots: int,
+    ) -> Float[Array, "B T h V"]:
+        """Attention to the selected keys among the first slots, a block of queries at a time."""
+        B, T, H, _ = q.shape
+        index_keys, keep = state.index_keys, self.config.index_topk
+        assert index_keys is not None
+        keys = static.stored_rows(index_keys, slots, q.dtype, step.group)
+        with jax.named_scope("indexer"):
+            index_q, head_weights = self.indexer.queries(x, query_latent)
+            chosen = static.choose(index_q, head_weights, keys, keep, step)
+
+        def attend(block: tuple[Array, Array]) -> Array:
+            q, chosen = block
+            q, C = self._absorb(q), self.config.kv_rank
+            latents = state.latents
+            partial = static.attend_chosen(q, latents, step.group, chosen, C, self._scale)
+            return self._merged(partial, step)
+
+        R, stripes = state.latents.shape[3], step.stripes
+        if (
+            stripes.ranks == 1
+            and self._expanding_pays(T)
+            and static.masking_pays(H, slots, keep, R * q.dtype.itemsize)
+        ):
+            rows = static.stored_rows(state.latents, slots, q.dtype, step.group)
+            mask = static.mask_of(chosen, slots)
+            return self._static_expanded(q, rows, lambda mask: mask, mask, step)
+
+        def gather(width: int) -> Array:
+            # The largest arrays of a query: gathered rows, or absorbed queries of all heads.
+            elements = B * R * max(width, H)
+            size = max(1, step.blocks.select_bytes // (elements * q.dtype.itemsize))
+            return static.in_blocks(attend, (q, chosen[..., :width]), size)
+
+        # Of keys dealt to ranks, most queries keep few on each. One row is not worth a branch.
+        U = chosen.shape[2]
+        if stripes.ranks == 1 or T == 1:
+            return gather(U)
+        widths = [width for width in (U, U // 2, U // 4) if width]
+        which = static.narrowest(jnp.sum(chosen >= 0, -1), widths)
+        return jax.lax.switch(which, [functools.partial(gather, width) for width in widths])
+
+    def _static_expanded(
+        self,
+        q: Float[Array, "B T H K"],
+        rows: Float[Array, "B S R"],
+        allowed: Callable[[Array], Array],
+        of_queries: Shaped[Array, "B T *X"],
+        step: Step,
+    ) -> Float[Array, "B T H V"]:
+        """Attention with keys and values expanded from the rows, a head and a block of queries at a
+        time.
+        """
+        B, S, _ = rows.shape
+        _, written = static.seen_slots(step.positions, S, step)
+        rows = jnp.where(written[..., None], rows, jnp.zeros((), rows.dtype))
+        scores = B * S * at_least_float32(q.dtype).itemsize  # of a query and head
+        size = max(1, step.blocks.dense_bytes // scores)
+        w_k, w_v = self.w_k_b[...], self.w_v_b[...]
+        return static.attend_expanded(q, rows, w_k, w_v, allowed, of_queries, self._scale, size)
+
+    def _expanding_pays(self, T: int) -> bool:
+        c = self.config
+        return static.expanding_pays(T, c.nope_dim, c.rope_dim, c.value_dim, c.kv_rank)
+
+    def _absorb(self, q: Float[Array, "B T H K"]) -> Float[Array, "B T H R"]:
+        """Queries that meet the latent rows themselves."""
+        N = self.config.nope_dim
+        return jnp.concatenate([per_head(q[..., :N], self.w_k_b[...]), q[..., N:]], -1)
+
+    def _merged(self, partial: Partial, step: Step) -> Float[Array, "B T h V"]:
+        """The values of partial attention: of all heads, or where keys are sharded of this rank's
+        heads over the keys of all ranks.
+        """
+        w_values = jnp.swapaxes(self.w_v_b[...], 1, 2)
         if step.stripes.ranks == 1:
             return per_head(partial.o, w_values)
         with jax.named_scope("heads"):
@@ -348,7 +371,19 @@ class MLA(nnx.Module):
         return max(1, step.blocks.select_bytes // (B * max(latents, scores)))
 
 
-IMPLEMENTATIONS = {"absorbed": MLA.absorbed, "expanded": MLA.expanded}
+IMPLEMENTATIONS = {
+    "absorbed": MLA.absorbed,
+    "static": MLA.static,
+    "expanded": MLA.expanded,
+}
+
+
+def _switch_width(among: Callable[[int], Any], widths: list[int], step: Step) -> Any:
+    """`among` the narrowest of a few widths that holds all keys, the most first; the same width on
+    all ranks, which may exchange in there.
+    """
+    which = sum((step.most_keys_of_a_rank <= width).astype(jnp.int32) for width in widths[1:])
+    return jax.lax.switch(which, [functools.partial(among, width) for width in widths])
 
 
 def _local_candidates(
@@ -369,10 +404,8 @@ def _local_candidates(
         scores = score_cache(index_q, head_weights, index_keys, positions, step, block, slots)
         return candidates(scores, keep)
 
-    # The narrowest of a few widths that holds all keys.
     widths = selection_widths(index_keys.shape[2], keep, step.blocks.narrowest_slots)
-    which = sum((step.max_local_keys <= width).astype(jnp.int32) for width in widths[1:])
-    return jax.lax.switch(which, [functools.partial(among, width) for width in widths])
+    return _switch_width(among, widths, step)
 
 
 def selection_widths(slots: int, keep: int, narrowest: int) -> list[int]:
@@ -383,32 +416,3 @@ def selection_widths(slots: int, keep: int, narrowest: int) -> list[int]:
     while len(widths) < 4 and widths[-1] >= 2 * max(narrowest, keep):
         widths.append(-(-widths[-1] // 2))
     return widths
-
-
-def over_queries(
-    function: Callable[[Any], Any], arrays: tuple[Array, ...], valid: Bool[Array, "B T"], size: int
-) -> Any:
-    """`function` of arrays [B, T, ...], applied to blocks of at most `size` queries in turn. Blocks
-    of padding alone are skipped: their results are zero.
-    """
-    B, T = valid.shape
-    if size >= T:
-        return function(arrays)
-    size = -(-T // -(-T // size))  # blocks of equal size: 256 queries by 204 are two of 128
-
-    def split(x: Array) -> Array:
-        padded = jnp.pad(x, ((0, 0), (0, -T % size), *[(0, 0)] * (x.ndim - 2)))
-        return jnp.moveaxis(padded.reshape(B, -1, size, *x.shape[2:]), 1, 0)
-
-    def join(parts: Array) -> Array:
-        return jnp.moveaxis(parts, 0, 1).reshape(B, -1, *parts.shape[3:])[:, :T]
-
-    blocks = tuple(split(x) for x in arrays)
-    shapes = jax.eval_shape(function, tuple(x[0] for x in blocks))
-    zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)  # noqa: E731
-
-    def of_block(block: tuple[Array, tuple[Array, ...]]) -> Any:
-        valid, arrays = block
-        return jax.lax.cond(jnp.any(valid), lambda: function(arrays), zeros)
-
-    return jax.tree.map(join, jax.lax.map(of_block, (split(valid), blocks)))

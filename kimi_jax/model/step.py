@@ -26,7 +26,8 @@ class ImplementationNames:
     """
 
     kda: str = "chunked"  # or "transitions", for GPUs; or "recurrent", the definition
-    mla: str = "absorbed"  # or "expanded", the definition, which selects by a full sort
+    # or "static", for GPUs; or "expanded", the definition, which selects by a full sort
+    mla: str = "absorbed"
     moe: str = "grouped"  # or "slots", for GPUs; or "dense", the definition
     # How rows are sent to experts: "padded" blocks, or "ragged" ones, which CPUs cannot send.
     transport: str = "padded"
@@ -54,6 +55,7 @@ class Step:
     reduction: Reduction = dataclasses.field(default=SUM, metadata={"static": True})
     is_sliced: bool = dataclasses.field(default=False, metadata={"static": True})
     stripes: Stripes = dataclasses.field(default=Stripes(), metadata={"static": True})
+    model_ranks: int = dataclasses.field(default=1, metadata={"static": True})
 
     @classmethod
     def of(
@@ -82,6 +84,7 @@ class Step:
             reduction=place.reduction(kind, rows, sizes),
             is_sliced=place.slices_rows(rows),
             stripes=place.stripes(sizes),
+            model_ranks=place.model_ranks(sizes),
         )
 
     @property
@@ -150,6 +153,13 @@ class Step:
     def max_local_keys(self) -> Int[Array, ""]:
         """The most cached keys of a row that this rank holds after this step."""
         return self.stripes.length(jnp.max(self.total), self.key_rank)
+
+    @property
+    def most_keys_of_a_rank(self) -> Int[Array, ""]:
+        """The most cached keys of a row that any rank holds after this step: the first one does.
+        The same on all ranks, so that they take the same branch.
+        """
+        return self.stripes.length(jnp.max(self.total), 0)
 
     def positions_of(self, slots: Int[Array, "*S"]) -> Int[Array, "*S"]:
         """The positions whose keys this rank's slots hold."""

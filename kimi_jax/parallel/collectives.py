@@ -104,7 +104,9 @@ def _zero_pad(x: Array, rows: int) -> Array:
     return jnp.pad(x, ((0, rows - x.shape[0]), *[(0, 0)] * (x.ndim - 1)))
 
 
-def all_rows(own: Float[Array, "c D"], rows: int, axis: Axis = DEFAULT_AXIS) -> Float[Array, "P D"]:
+def all_rows(
+    own: Shaped[Array, "c *X"], rows: int, axis: Axis = DEFAULT_AXIS
+) -> Shaped[Array, "P *X"]:
     """Every rank's local rows, joined, without the zero padding."""
     return all_gather(own, 0, axis)[:rows]
 

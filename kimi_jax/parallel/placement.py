@@ -204,6 +204,10 @@ class Placement:
         """Where the positions of the KV cache live."""
         return Stripes(self.helix_block, sizes[MODEL]) if self.keys == "helix" else Stripes()
 
+    def model_ranks(self, sizes: Sizes) -> int:
+        """The ranks that work on the same requests."""
+        return sizes[MODEL]
+
     def within(self, chunk: int) -> "Placement":
         """This placement for prefill steps of at most `chunk` tokens a row: a threshold above it
         does nothing, which a warning says.

@@ -4,6 +4,7 @@ MLA's other selections are held against oracles in test_mla.py.
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,8 @@ import pytest
 from devices import BOTH, per_device
 from oracles import quick_jit
 
+from kimi_jax.model.attention import selection
+from kimi_jax.model.attention.selection import best_slots
 from kimi_jax.model.indexer import candidates, keep_best, select_sorted, selection_bytes
 from kimi_jax.parallel.mesh import DATA, MODEL
 
@@ -135,6 +138,26 @@ def test_ranks_along_both_axes_and_along_one():
         for column, whole in enumerate((scores, scores[::-1])):
             mine = slice(column, None, 2)
             check(whole, held, slots[mine], kept[mine], 5, sort(whole, 5))
+
+
+@one_of("n", [1, 2, 3, 4, 8])
+@one_of("dtype", ["float32", "float64"])
+@one_of("few", [0, 2**24], ids=["narrow digits", "wide digits"])
+def test_a_radix_search_over_ranks_keeps_what_the_full_sort_keeps(monkeypatch, n, dtype, few):
+    monkeypatch.setattr(selection, "FEW_SCORES", few)
+    scores = joined(n, dtype)
+    parts, held = cut(scores, n)
+    every = lambda scores: [best_slots(scores, keep, MODEL, BLOCK) for keep in KEEPS]  # noqa: E731
+    found = quick_jit(per_device(every, 1, n))(parts)
+    for keep, slots in zip(KEEPS, found, strict=True):
+        assert slots.shape == (n, *scores.shape[:2], min(keep, S // n))
+        union = np.zeros(scores.shape, int)
+        for r, at in itertools.product(range(n), np.ndindex(scores.shape[:2])):
+            mine = slots[r][at]
+            kept = mine[mine >= 0]
+            assert (mine[len(kept) :] == -1).all() and (np.diff(kept) > 0).all()
+            union[at][held[r][kept]] += 1
+        np.testing.assert_array_equal(union, oracles.select(scores, keep))
 
 
 @one_of("keep", [5, 60])

@@ -28,6 +28,14 @@ from oracles import (
 )
 from tolerances import ATTENTION, ATTENTION_BF16, DRIFT, INDEX_SCORE, MLA_LAYER
 
+from kimi_jax.model.attention.latents import (
+    attend_rows,
+    attend_selected,
+    expanded,
+    over_queries,
+    per_head,
+)
+from kimi_jax.model.attention.selection import best_slots
 from kimi_jax.model.indexer import (
     Indexer,
     candidates,
@@ -37,19 +45,11 @@ from kimi_jax.model.indexer import (
     select_sorted,
 )
 from kimi_jax.model.layers import rms_norm
-from kimi_jax.model.mla import (
-    MLA,
-    attend_rows,
-    attend_selected,
-    expanded,
-    over_queries,
-    per_head,
-    selection_widths,
-)
+from kimi_jax.model.mla import MLA, selection_widths
 from kimi_jax.model.state import cache_dtype, read_block, write_rows
 
 WIDE = ("float32", "float64")
-FORMS = ("absorbed", "expanded")
+FORMS = ("absorbed", "static", "expanded")
 B, S, H, N, ROPE, V, C = 2, 11, 3, 6, 4, 5, 8
 SCALE = (N + ROPE) ** -0.5
 NOWHERE = -math.inf
@@ -100,8 +100,13 @@ def select_top_k(scores, keep):
     return slots, best > -jnp.inf
 
 
-by_sort, by_mask, by_top_k = (
-    quick_jit(f, static_argnums=1) for f in (select_sorted, select_mask, select_top_k)
+def select_radix(scores, keep):
+    slots = best_slots(scores, keep)
+    return jnp.maximum(slots, 0), slots >= 0
+
+
+by_sort, by_mask, by_top_k, by_radix = (
+    quick_jit(f, static_argnums=1) for f in (select_sorted, select_mask, select_top_k, select_radix)
 )
 
 
@@ -329,7 +334,8 @@ def test_absorbed_and_expanded_stay_together_over_64_layers(run):
             y, _ = run(jax.tree.unflatten(graph, turned), x, fresh, step)
             x = norm(x, y)
         drift.append(x.astype(np.float32))
-    close(drift[0], drift[1], DRIFT)
+    for form in drift[:-1]:
+        close(form, drift[-1], DRIFT)
 
 
 # The indexer
@@ -400,6 +406,7 @@ def test_every_selection_keeps_the_best_and_of_equals_the_lowest_position(scores
     np.testing.assert_array_equal(by_sort(scores, keep), expected)
     np.testing.assert_array_equal(by_mask(scores, keep), expected)
     np.testing.assert_array_equal(as_mask(*by_top_k(scores, keep), 12), expected)
+    np.testing.assert_array_equal(as_mask(*by_radix(scores, keep), 12), expected)
 
 
 def test_keeping_more_than_there_are_keeps_all():
@@ -440,7 +447,7 @@ def test_blocks_of_queries_equal_one_block(size):
 # Sparse attention
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ("absorbed", "expanded"))
 @pytest.mark.parametrize("slots, T", [(6, 6), (14, 6), (14, 3), (14, 1)])
 def test_at_or_below_top_k_keys_selection_is_dense_bit_for_bit(run, form, slots, T):
     """In 6 slots, in 14 that hold no more than 6, and for all rows of a batch."""
@@ -453,6 +460,19 @@ def test_at_or_below_top_k_keys_selection_is_dense_bit_for_bit(run, form, slots,
         results.append(run(module, x, fresh, step_of([0, 0], lengths, T, **small))[0])
     for b, n in enumerate(lengths):
         np.testing.assert_array_equal(bits(results[0][b, :n]), bits(results[1][b, :n]))
+
+
+@pytest.mark.parametrize("T", [1, 6])
+def test_at_or_below_top_k_keys_the_radix_search_keeps_all(run, T):
+    sparse, plain = pair()
+    x, lengths = tokens(2, T), [T, 1]
+    step = step_of([0, 0], lengths, T, mla="static")
+    ys = [
+        run(module, x, fresh_mla(module.config, 2, 14, x.dtype, fill=math.nan), step)[0]
+        for module in (sparse, plain)
+    ]
+    for b, n in enumerate(lengths):
+        close(ys[0][b, :n], ys[1][b, :n], MLA_LAYER)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -489,12 +509,13 @@ def test_above_top_k_keys_a_query_keeps_exactly_top_k_and_never_a_future_or_padd
             assert keys_kept.max() <= t
 
 
-def test_blocks_of_queries_do_not_change_a_sparse_layer():
+@pytest.mark.parametrize("form", FORMS[:2])
+def test_blocks_of_queries_do_not_change_a_sparse_layer(form):
     sparse, _ = pair()
     x, lengths = tokens(2, 11), [11, 7]
     ys = []
     for size in (SMALL["blocks"].select_bytes, 2 * 6 * 12 * 8 * 4):
-        blocks = dict(blocks=blocks_of(keys=4, select_bytes=size))
+        blocks = dict(mla=form, blocks=blocks_of(keys=4, select_bytes=size, dense_bytes=size))
         fresh = fresh_mla(sparse.config, 2, 14, x.dtype, fill=math.nan)
         call = quick_jit(lambda x, state, step: sparse(x, state, step))
         ys.append(call(x, fresh, step_of([0, 0], lengths, 11, **blocks))[0])

@@ -10,8 +10,8 @@ from devices import per_device
 from oracles import blocks_of, of_type, quick_jit
 from tolerances import ATTENTION
 
+from kimi_jax.model.attention.latents import attend_rows
 from kimi_jax.model.implementations import Implementations
-from kimi_jax.model.mla import attend_rows
 from kimi_jax.model.state import write_rows
 from kimi_jax.model.step import Step
 from kimi_jax.parallel import helix

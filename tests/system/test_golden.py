@@ -8,10 +8,13 @@ import pytest
 from tolerances import LOGITS, NEAR, SIX, STATE
 
 import kimi_jax as kj
-from kimi_jax.model.implementations import DEFINITIONS
+from kimi_jax.config.block_sizes import BLOCK_SIZES
+from kimi_jax.model.implementations import DEFINITIONS, Implementations
 from kimi_jax.model.state import KDAState
 
 P, BOTH = kj.Placement, ("data", "model")
+# What GPUs run in attention.
+ON_GPUS = Implementations(kda="transitions", mla="static", blocks=BLOCK_SIZES["gpu"])
 # Fast and defining forms, scanned and unrolled layers, both types, meshes and placements, pairwise;
 # prompts at once or in chunks of 16 tokens, whose programs all prompts share.
 RUNS = [
@@ -19,6 +22,7 @@ RUNS = [
     ("k3-tiny", "float64", False, DEFINITIONS, (1, 2), 16, P(experts="local")),
     ("k31-tiny", "float32", False, None, (1, 4), 16, P(latent="sharded")),
     ("k31-tiny", "float64", True, None, (1, 8), 16, P()),
+    ("k31-tiny", "float64", True, ON_GPUS, (1, 4), 16, P()),
     ("k3-tiny", "float32", False, None, (2, 2), 16, P(expert_axes=BOTH)),
     ("k31-tiny", "float64", False, None, (2, 4), 16, P(expert_axes=BOTH, latent="sharded")),
     ("k3-tiny", "float32", True, None, (4, 2), 16, P(expert_axes=BOTH, experts="local")),

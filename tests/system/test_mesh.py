@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 from models import FAMILY, MESHED, ODD, SHALLOW_MESHED, compilations, prompts, write
+from oracles import blocks_of
 from pairs import results_of, start_pair
 from tolerances import EXACT, LOGITS, NEAR
 
@@ -92,6 +93,31 @@ def test_every_placement_equals_one_device(folders, one_device, name, mesh, plac
     got = run(model, config)
     assert got.shape == (3, 3, config.vocab)
     np.testing.assert_allclose(got, one_device(name, config), atol=EXACT, rtol=0)
+
+
+# What GPUs run in attention, in blocks of a few queries and among few slots.
+ON_GPUS = Implementations(
+    kda="transitions",
+    mla="static",
+    chunk=4,
+    blocks=blocks_of("gpu", dense_bytes=2**10, select_bytes=2**12, narrowest_slots=8),
+)
+
+
+@pytest.mark.parametrize(
+    "mesh, place",
+    [
+        ((2, 2), P(latent="sharded")),
+        ((1, 4), P(pad=ALL, keys="helix", helix_block=4, rows="sliced")),
+        ((1, 4), P(pad=ALL, keys="helix", helix_block=2, exchange="values")),
+    ],
+    ids=str,
+)
+def test_attention_as_on_gpus_equals_one_device(folders, one_device, mesh, place):
+    name, config = "odd" if place.pad else "meshed", ODD if place.pad else MESHED
+    mesh = kj.make_mesh(*mesh)
+    model = kj.load(folders(name), mesh, place, dtype="float64", forms=ON_GPUS)
+    np.testing.assert_allclose(run(model, config), one_device(name, config), atol=EXACT, rtol=0)
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,1 @@
-"""The hard operations of attention, without weights: the delta rule."""
+"""The hard operations of attention, without weights: the delta rule, latent rows, selection."""
