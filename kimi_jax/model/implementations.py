@@ -46,7 +46,7 @@ def fast_on(platform: str) -> Implementations:
     """The fast implementations for devices of a platform."""
     if platform == "cpu":
         return Implementations()
-    return Implementations(moe="slots", transport="ragged")
+    return Implementations(kda="transitions", mla="static", moe="slots", transport="ragged")
 
 
 DEFINITIONS = Implementations(kda="recurrent", mla="expanded", moe="dense")

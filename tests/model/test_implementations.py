@@ -10,7 +10,7 @@ from models import MESHED
 
 import kimi_jax as kj
 from kimi_jax.config.block_sizes import BLOCK_SIZES, block_sizes
-from kimi_jax.model.implementations import DEFINITIONS, TABLES, TRAINING, Implementations
+from kimi_jax.model.implementations import DEFINITIONS, TABLES, TRAINING, Implementations, fast_on
 from kimi_jax.runtime.program import make_program
 
 WRONG = st.one_of(st.text(max_size=8), st.sampled_from(["Chunked", "grouped ", "auto"]))
@@ -49,6 +49,12 @@ def test_a_program_takes_the_block_sizes_of_its_meshs_platform():
     assert block_sizes("gpu") == block_sizes("cuda") == BLOCK_SIZES["gpu"]
     chosen = Implementations(blocks=BLOCK_SIZES["gpu"])
     assert make_program(MESHED, implementations=chosen).implementations == chosen
+
+
+def test_gpus_run_what_has_no_loop_of_unknown_length():
+    assert fast_on("cpu") == Implementations()
+    assert fast_on("gpu") == fast_on("cuda")
+    assert (fast_on("gpu").kda, fast_on("gpu").mla) == ("transitions", "static")
 
 
 def test_block_sizes_are_positive_whole_numbers():
