@@ -28,12 +28,8 @@ from .step import Step
 DIGIT_BITS = 8  # of the search by histograms
 
 
-def score(
-    q: Float[Array, "B T J I"], w: Float[Array, "B T J"], keys: Float[Array, "B S I"]
-) -> Float[Array, "B T S"]:
-    """The indexer's score of each key for each query, in at least float32. -0.0 becomes 0.0, so
-    that both tie.
-    """
+def head_scores(q: Float[Array, "B T J I"], keys: Float[Array, "B S I"]) -> Float[Array, "B T J S"]:
+    """relu(q . k I^-0.5) of each key for each head of each query, in at least float32."""
     dots = jnp.einsum(
         "btji,bsi->btjs",
         q,
@@ -41,9 +37,22 @@ def score(
         precision=HIGHEST,
         preferred_element_type=at_least_float32(q.dtype),
     )
-    dots = jax.nn.relu(dots * q.shape[-1] ** -0.5)
-    summed = jnp.einsum("btj,btjs->bts", w, dots, precision=HIGHEST)
-    return jnp.where(summed == 0, jnp.zeros((), summed.dtype), summed)
+    return jax.nn.relu(dots * q.shape[-1] ** -0.5)
+
+
+def score(
+    q: Float[Array, "B T J I"], w: Float[Array, "B T J"], keys: Float[Array, "B S I"]
+) -> Float[Array, "B T S"]:
+    """The indexer's score of each key for each query, in at least float32. -0.0 becomes 0.0, so
+    that both tie.
+    """
+    summed = jnp.einsum("btj,btjs->bts", w, head_scores(q, keys), precision=HIGHEST)
+    return positive_zero(summed)
+
+
+def positive_zero(x: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
+    """x with 0.0 for -0.0."""
+    return jnp.where(x == 0, jnp.zeros((), x.dtype), x)
 
 
 def select_sorted(scores: Float[Array, "B T S"], keep: int) -> Bool[Array, "B T S"]:

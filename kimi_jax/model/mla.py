@@ -166,7 +166,9 @@ class MLA(nnx.Module):
                 return self._static_dense(q, state, step, slots)
             return self._static_sparse(q, x, query_latent, state, step, slots)
 
-        widths = selection_widths(S, U if is_selective else 1, step.blocks.narrowest_slots)
+        most = 4 if q.shape[1] == 1 else 8  # a decode step is compiled layer by layer
+        narrowest = step.blocks.narrowest_slots // 2
+        widths = selection_widths(S, U // 2 if is_selective else 1, narrowest, most)
         return _switch_width(among, widths, step)
 
     def _static_dense(
@@ -408,11 +410,11 @@ def _local_candidates(
     return _switch_width(among, widths, step)
 
 
-def selection_widths(slots: int, keep: int, narrowest: int) -> list[int]:
+def selection_widths(slots: int, keep: int, narrowest: int, most: int = 4) -> list[int]:
     """How many slots to select among, the most first: few keys of a long state are not ranked with
-    all its empty slots. Each is a branch of the program, so there are at most four.
+    all its empty slots. Each is a branch of the program, so there are at most `most`.
     """
     widths = [slots]
-    while len(widths) < 4 and widths[-1] >= 2 * max(narrowest, keep):
+    while len(widths) < most and widths[-1] >= 2 * max(narrowest, keep):
         widths.append(-(-widths[-1] // 2))
     return widths

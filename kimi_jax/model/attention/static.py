@@ -17,7 +17,7 @@ from ...parallel import collectives
 from ...parallel.collectives import Axis
 from ...parallel.helix import Partial
 from ...parallel.roles import Role
-from ..indexer import score
+from ..indexer import head_scores, positive_zero
 from ..state import from_cache
 from ..step import Step
 from .latents import dot
@@ -202,7 +202,9 @@ def _choose(
     def of_block(block: tuple[Array, Array, Array]) -> Array:
         q, w, positions = block
         is_seen = of_slots[None, None] <= positions[..., None]
-        return jnp.where(is_seen, score(q, w, keys), -jnp.inf)
+        # A sum and no product, for which the scores of all heads would be transposed.
+        scores = jnp.sum(w[..., None] * head_scores(q, keys), 2)
+        return jnp.where(is_seen, positive_zero(scores), -jnp.inf)
 
     dots = B * J * S * at_least_float32(q.dtype).itemsize  # of a query
     size = max(1, step.blocks.select_bytes // dots)
