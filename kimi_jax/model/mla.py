@@ -169,6 +169,10 @@ class MLA(nnx.Module):
         most = 4 if q.shape[1] == 1 else 8  # a decode step is compiled layer by layer
         narrowest = step.blocks.narrowest_slots // 2
         widths = selection_widths(S, U // 2 if is_selective else 1, narrowest, most)
+        if not is_selective:  # fewer rows than all are copied
+            row_bytes = q.shape[0] * state.latents.shape[3] * q.dtype.itemsize
+            few = [width for width in widths if width * row_bytes <= step.blocks.dense_bytes]
+            widths = [S, *(width for width in few if width < S)]
         return _switch_width(among, widths, step)
 
     def _static_dense(
@@ -181,13 +185,20 @@ class MLA(nnx.Module):
             seen = lambda positions: static.seen_slots(positions, slots, step)[0]  # noqa: E731
             return self._static_expanded(q, rows, seen, step.positions, step)
 
+        def of_requests(requests: tuple[Array, Array, Array]) -> Partial:
+            q, positions, rows = requests
+            seen, _ = static.seen_slots(positions, slots, step)
+            return static.attend_all(q, rows, seen, self.config.kv_rank, self._scale)
+
         def attend(block: tuple[Array, Array]) -> Array:
             q, positions = block
-            seen, written = static.seen_slots(positions, slots, step)
-            q, C = self._absorb(q), self.config.kv_rank
-            return self._merged(static.attend_all(q, rows, seen, written, C, self._scale), step)
+            arrays = (self._absorb(q), positions, rows)
+            return self._merged(static.by_requests(of_requests, arrays, requests), step)
 
+        # Queries by their scores; requests by their rows, which are masked before they are used.
         scores = B * H * slots * at_least_float32(q.dtype).itemsize  # of a query
+        row_bytes = slots * rows.shape[2] * q.dtype.itemsize  # of a request
+        requests = max(1, step.blocks.dense_bytes // row_bytes)
         size = max(1, step.blocks.dense_bytes // scores)
         return static.in_blocks(attend, (q, step.positions), size)
 

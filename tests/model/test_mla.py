@@ -55,8 +55,9 @@ SCALE = (N + ROPE) ** -0.5
 NOWHERE = -math.inf
 
 
-# Blocks of 4 keys, so that 11 slots take three of them and the last one overlaps.
-SMALL = dict(blocks=blocks_of(keys=4))
+# Blocks of 4 keys, so that 11 slots take three of them and the last one overlaps; few queries, and
+# one request, at a time.
+SMALL = dict(blocks=blocks_of(keys=4, dense_bytes=2**11))
 
 
 def arrays(dtype, seed=0):

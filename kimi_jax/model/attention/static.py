@@ -50,15 +50,30 @@ def attend_all(
     q: Float[Array, "B T H R"],
     rows: Float[Array, "B S R"],
     is_seen: Bool[Array, "B T S"],
-    is_written: Bool[Array, "B S"],
     value_width: int,
     scale: float,
 ) -> Partial:
-    """Every query over the latent rows that it sees, absorbed."""
+    """Every query over the latent rows that it sees, absorbed. NaN in a row that is not seen
+    changes nothing, in one that is seen it reaches the result through its score.
+    """
     scores = jnp.where(is_seen[:, :, None], dot("bthr,bsr->bths", q, rows) * scale, -jnp.inf)
-    values = jnp.where(is_written[..., None], rows, jnp.zeros((), rows.dtype))
+    values = jnp.where(jnp.abs(rows) < jnp.inf, rows, jnp.zeros((), rows.dtype))
     weigh = lambda weights: dot("bths,bsr->bthr", weights, values)[..., :value_width]  # noqa: E731
     return Partial(*softmax_partial(scores, weigh, q.dtype))
+
+
+def by_requests(function: Callable[[Any], Any], arrays: tuple[Array, ...], size: int) -> Any:
+    """`function` of arrays [B, ...], applied to at most `size` requests in turn, as many in each:
+    nothing is padded, which would copy a cache.
+    """
+    B = arrays[0].shape[0]
+    size = max(divisor for divisor in range(1, B + 1) if B % divisor == 0 and divisor <= size)
+    if size == B:
+        return function(arrays)
+    split = tuple(x.reshape(-1, size, *x.shape[1:]) for x in arrays)
+    return jax.tree.map(
+        lambda parts: parts.reshape(B, *parts.shape[2:]), jax.lax.map(function, split)
+    )
 
 
 def attend_expanded(
