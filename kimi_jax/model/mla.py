@@ -182,12 +182,12 @@ class MLA(nnx.Module):
         B, T, H, _ = q.shape
         rows = static.stored_rows(state.latents, slots, q.dtype, step.group)
         if step.stripes.ranks == 1 and self._expanding_pays(T):
-            seen = lambda positions: static.seen_slots(positions, slots, step)[0]  # noqa: E731
+            seen = lambda positions: static.seen_slots(positions, slots, step)  # noqa: E731
             return self._static_expanded(q, rows, seen, step.positions, step)
 
         def of_requests(requests: tuple[Array, Array, Array]) -> Partial:
             q, positions, rows = requests
-            seen, _ = static.seen_slots(positions, slots, step)
+            seen = static.seen_slots(positions, slots, step)
             return static.attend_all(q, rows, seen, self.config.kv_rank, self._scale)
 
         def attend(block: tuple[Array, Array]) -> Array:
@@ -263,7 +263,7 @@ class MLA(nnx.Module):
         time.
         """
         B, S, _ = rows.shape
-        _, written = static.seen_slots(step.positions, S, step)
+        written = static.written_slots(S, step)
         rows = jnp.where(written[..., None], rows, jnp.zeros((), rows.dtype))
         scores = B * S * at_least_float32(q.dtype).itemsize  # of a query and head
         size = max(1, step.blocks.dense_bytes // scores)

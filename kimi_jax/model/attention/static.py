@@ -158,13 +158,18 @@ def attend_chosen(
     return Partial(*softmax_partial(scores, weigh, q.dtype))
 
 
-def seen_slots(
-    positions: Int[Array, "B T"], slots: int, step: Step
-) -> tuple[Bool[Array, "B T S"], Bool[Array, "B S"]]:
-    """Which of a rank's first slots hold a key that each query sees, and which hold one at all."""
-    of_slots = step.positions_of(jnp.arange(slots, dtype=jnp.int32))
-    is_written = of_slots[None] < step.total[:, None]
-    return of_slots[None, None] <= positions[..., None], is_written
+def seen_slots(positions: Int[Array, "B T"], slots: int, step: Step) -> Bool[Array, "B T S"]:
+    """Which of a rank's first slots hold a key that each query sees."""
+    return _slot_positions(slots, step)[None, None] <= positions[..., None]
+
+
+def written_slots(slots: int, step: Step) -> Bool[Array, "B S"]:
+    """Which of a rank's first slots hold a key."""
+    return _slot_positions(slots, step)[None] < step.total[:, None]
+
+
+def _slot_positions(slots: int, step: Step) -> Int[Array, " S"]:
+    return step.positions_of(jnp.arange(slots, dtype=jnp.int32))
 
 
 def choose(
@@ -212,11 +217,10 @@ def _choose(
     axis: Axis,
 ) -> Int[Array, "B T U"]:
     (B, _, J, _), S = q.shape, keys.shape[1]
-    of_slots = step.positions_of(jnp.arange(S, dtype=jnp.int32))
 
     def of_block(block: tuple[Array, Array, Array]) -> Array:
         q, w, positions = block
-        is_seen = of_slots[None, None] <= positions[..., None]
+        is_seen = seen_slots(positions, S, step)
         # A sum and no product, for which the scores of all heads would be transposed.
         scores = jnp.sum(w[..., None] * head_scores(q, keys), 2)
         return jnp.where(is_seen, positive_zero(scores), -jnp.inf)
