@@ -20,6 +20,7 @@ from .generation.requests import Usage as Usage
 from .generation.sessions import Session as Session
 from .parallel.mesh import make_mesh as make_mesh
 from .parallel.placement import Placement as Placement
+from .parallel.reductions import command_buffer_flags as command_buffer_flags
 from .parallel.reductions import copy_engine_flags as copy_engine_flags
 from .runtime.memory import Plan as Plan
 from .runtime.memory import plan as plan

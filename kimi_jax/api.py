@@ -23,7 +23,7 @@ from .numerics import is_whole
 from .parallel.mesh import as_mesh
 from .parallel.placement import Placement, as_placement
 from .runtime.program import make_program
-from .runtime.weights import load_weights
+from .runtime.runner import load_weights
 from .text.tokenizer import Tokenizer
 
 
@@ -70,6 +70,7 @@ def load(
     *,
     chunk: int | None = None,
     scan: bool | None = None,
+    walk: str | None = None,
     forms: Implementations | None = None,
     progress: bool | None = None,
 ) -> Model:
@@ -77,8 +78,11 @@ def load(
     tokenizer files if any).
 
     `dtype`: "float32" (default on CPU), "bfloat16" (default elsewhere) or "float64". `chunk`: most
-    tokens of a row in one prefill program. `scan`: compile equal groups of layers once (default: on
-    accelerators and for deep models); `forms`: plain definitions in place of fast implementations.
+    tokens of a row in one prefill program. `walk`: how programs walk the layers, "unrolled" (one
+    program of all), "scanned" (over stacks of equal groups) or "by_group" (a program of each kind
+    of group, called in turn); default: by group on accelerators, where a scan copies weights; on
+    CPUs scanned for deep models. `scan`: the first two as a boolean. `forms`: plain definitions in
+    place of fast implementations.
     `progress`: show a bar (default: for loads over a second, on a terminal). All problems in the
     headers are raised in one error before anything is allocated; so is a model that does not fit
     into its devices' memory, with the plan of what each would hold. Each process reads the slices
@@ -100,6 +104,7 @@ def load(
             dtype,
             quantization=checkpoint.quantization,
             scan=scan,
+            walk=walk,
             implementations=forms,
         )
         program.refuse_what_exceeds(batch=1, context=1)

@@ -23,6 +23,7 @@ states and new rows touched once. `scripts/bill/report.py` has the constants of 
 import argparse
 import dataclasses
 import json
+import math
 import os
 import re
 import resource
@@ -32,13 +33,14 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import jax
 import numpy as np
 from bill import floor, rules
 from bill import report as bill_report
 from bill.buffers import in_command_buffers
 from bill.collectives import collectives
 from bill.hlo import parse as parse_hlo
-from bill.walk import Walk
+from bill.walk import Walk, joined
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
@@ -46,7 +48,8 @@ import kimi_jax as kj
 from kimi_jax.model.implementations import fast_on
 from kimi_jax.model.mxfp4 import expert_quantization
 from kimi_jax.parallel.mesh import DATA, MODEL
-from kimi_jax.runtime.probes import compile_decode_steps, compile_step
+from kimi_jax.runtime.model_on_mesh import WALKS
+from kimi_jax.runtime.probes import CompiledPart, compile_decode_steps, compile_parts, compile_step
 from kimi_jax.runtime.program import Program, make_program
 
 TARGET = """\
@@ -131,9 +134,10 @@ def parse() -> argparse.Namespace:
     add("--rows", type=int, default=4096, metavar="N", help="tokens of all requests of a prefill")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="(bfloat16)")
     add("--transport", choices=("padded", "ragged"), default="ragged", help="to experts (ragged)")
+    add("--walk", choices=WALKS, default="by_group", help="over the layers (by_group)")
     add("--memory-gb", type=float, metavar="N", help=_MEMORY_HELP)
     add("--target", type=Path, metavar="FILE", help="text that describes the GPU (an H200)")
-    add("--hlo", type=Path, metavar="FILE", help="write the optimized program here")
+    add("--hlo", type=Path, metavar="FILE", help="write the optimized program, or each one, here")
     add("--bill", action="store_true", help="bytes, launches, waits and products by part")
     add("--cached", type=int, metavar="N", help="tokens a request has cached (the slots left)")
     add("--json", action="store_true", help="print one JSON object")
@@ -157,17 +161,20 @@ def report(options: argparse.Namespace) -> dict[str, Any]:
         kj.Placement(**options.placement),
         options.dtype,
         quantization=expert_quantization(config.quantized),
-        scan=True,
+        walk=options.walk,
         implementations=dataclasses.replace(fast_on("gpu"), transport=options.transport),
     )
     batch = -(-options.batch // data) * data
     tokens = -(-options.rows // batch) if options.step == "prefill" else 1
     with tempfile.TemporaryDirectory() as dump:
-        compiled, seconds = compile_for(program, options, batch, tokens, dump)
-        buffered = in_command_buffers(Path(dump)) if options.bill else frozenset()
-    hlo = compiled.as_text()
+        parts, seconds = compile_for(program, options, batch, tokens, Path(dump))
+        buffered = {
+            part.name: in_command_buffers(Path(dump, part.name)) if options.bill else frozenset()
+            for part in parts
+        }
+    texts = {part.name: part.compiled.as_text() for part in parts}
     if options.hlo:
-        options.hlo.write_text(hlo)
+        write_texts(texts, options.hlo)
     cached = options.context - tokens if options.cached is None else options.cached
     load = floor.Load(batch, tokens, cached)
     return {
@@ -179,41 +186,91 @@ def report(options: argparse.Namespace) -> dict[str, Any]:
         "peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "memory": memory,
         "memory_of_target": real,
-        "bytes": memory_bytes(compiled),
+        "programs": {part.name: part.calls for part in parts},
+        "bytes": step_bytes(program, parts, batch, options.context),
         "collectives": [
-            {**dataclasses.asdict(found), "sent": found.sent}
-            for found in collectives(hlo, data * model)
+            {**dataclasses.asdict(found), "calls": found.calls * part.calls, "sent": found.sent}
+            for part in parts
+            for found in collectives(texts[part.name], data * model)
         ],
         **(
-            {"bill": bill_of(program, hlo, load, options.context, buffered)} if options.bill else {}
+            {"bill": bill_of(program, parts, texts, load, options.context, buffered)}
+            if options.bill
+            else {}
         ),
     }
 
 
 def compile_for(
-    program: Program, options: argparse.Namespace, batch: int, tokens: int, dump: str
-) -> tuple[Any, dict[str, float]]:
-    """The program that the options ask for, compiled, and the seconds of each phase. For a bill,
-    what XLA says of its launches is dumped.
+    program: Program, options: argparse.Namespace, batch: int, tokens: int, dump: Path
+) -> tuple[list[CompiledPart], dict[str, float]]:
+    """The programs of the step that the options ask for, compiled, and the seconds of each phase.
+    For a bill, what XLA says of the launches of each is dumped into a folder of its name.
     """
-    flags = {"xla_dump_to": dump, "xla_dump_hlo_as_text": True} if options.bill else {}
-    if options.step == "decode_steps":
-        return compile_decode_steps(program, batch, options.context, flags)
-    return compile_step(program, batch, tokens, options.context, flags)
+
+    def flags(name: str) -> dict[str, Any]:
+        if not options.bill:
+            return {}
+        return {"xla_dump_to": str(dump / name), "xla_dump_hlo_as_text": True}
+
+    samples = options.step == "decode_steps"
+    if program.walk == "by_group":
+        return compile_parts(program, batch, tokens, options.context, flags, samples=samples)
+    if samples:
+        compiled, seconds = compile_decode_steps(program, batch, options.context, flags("step"))
+    else:
+        compiled, seconds = compile_step(program, batch, tokens, options.context, flags("step"))
+    return [CompiledPart("step", 1, compiled)], seconds
+
+
+def write_texts(texts: dict[str, str], path: Path) -> None:
+    """Write the text of one program to a path, of several to paths that name the program too."""
+    for name, text in texts.items():
+        suffix = f".{name.replace(' ', '_')}{path.suffix}"
+        (path if len(texts) == 1 else path.with_suffix(suffix)).write_text(text)
+
+
+def step_bytes(
+    program: Program, parts: list[CompiledPart], batch: int, slots: int
+) -> dict[str, int]:
+    """`memory_bytes` of a step. Of several programs: weights and state, the logits, and the most
+    that one program takes beside them, results that replace a state among that.
+    """
+    if len(parts) == 1:
+        return memory_bytes(parts[0].compiled)
+    held = jax.tree.leaves((program.weight_shapes, program.state_shapes(batch, slots)))
+    arguments = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in held)
+    used = [memory_bytes(part.compiled) for part in parts]
+    most = max(one["temporaries"] + one["outputs"] - one["aliases"] for one in used)
+    last = used[-1]
+    return {
+        "arguments": arguments,
+        "outputs": last["outputs"] - last["aliases"],
+        "aliases": 0,
+        "temporaries": most,
+    }
 
 
 def bill_of(
-    program: Program, hlo: str, load: floor.Load, slots: int, buffered: frozenset[str]
+    program: Program,
+    parts: list[CompiledPart],
+    texts: dict[str, str],
+    load: floor.Load,
+    slots: int,
+    buffered: dict[str, frozenset[str]],
 ) -> dict[str, Any]:
-    """The bill of a compiled program beside the floor of its step."""
-    walk = Walk(
-        parse_hlo(hlo),
-        rules.loop_rule(program, load),
-        rules.branch_rule(program, load, slots),
-        buffered,
-        devices=program.mesh.size,
-    )
-    return bill_report.as_json(walk.bill(), floor.floor(program, load))
+    """The bill of a step's compiled programs beside the floor of the step."""
+    bills = []
+    for part in parts:
+        walk = Walk(
+            parse_hlo(texts[part.name]),
+            rules.loop_rule(program, load),
+            rules.branch_rule(program, load, slots),
+            buffered[part.name],
+            devices=program.mesh.size,
+        )
+        bills.append((walk.bill(), part.calls))
+    return bill_report.as_json(joined(bills), floor.floor(program, load))
 
 
 def print_report(found: dict[str, Any]) -> None:
@@ -230,6 +287,8 @@ def print_report(found: dict[str, Any]) -> None:
             f"compiled for {found['memory'] / 1e9:.6g} GB of memory; "
             f"the target has {found['memory_of_target'] / 1e9:.6g} GB"
         )
+    if len(found["programs"]) > 1:
+        print("  calls:", ", ".join(f"{n} x {name}" for name, n in found["programs"].items()))
     needs = used["arguments"] + used["outputs"] - used["aliases"] + used["temporaries"]
     for name, count in {**used, "in all": needs}.items():
         print(f"  {name:<12}{count:>20,}")

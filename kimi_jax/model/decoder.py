@@ -63,18 +63,26 @@ class Layer(nnx.Module):
         )
 
     def __call__(
-        self, x: Array, bank: Array, state: Any, step: Step, index: int | Array
+        self,
+        x: Array,
+        bank: Array,
+        state: Any,
+        step: Step,
+        index: int | Array,
+        starts_block: bool | None = None,
     ) -> tuple[Array, Array, Any, tuple[Array, Array]]:
         """The residual rows x [P, D] that this rank holds and their bank after this layer, the
-        state, and the two mixtures' weights.
+        state, and the two mixtures' weights. `starts_block` may say what a traced index does not
+        say: whether this is the first layer of a residual block.
 
         The mixture that attention reads is computed before a block start pushes x to the bank.
         """
         eps, block = self.config.norm_eps, self.config.residual_block
         count = -(-index // block)
+        pushing = index % block == 0 if starts_block is None else starts_block
         with jax.named_scope("attention"):
             h, mixed = self.attention_residual(x, bank, count)
-            x, bank, count = push(x, bank, count, index % block == 0)
+            x, bank, count = push(x, bank, count, pushing)
             rows = step.attention_rows(rms_norm(h, self.attention_norm[...], eps))
             partial, state = self.attention(rows, state, step)
             x = x + step.reduce([partial.reshape(step.rows, -1)])
@@ -178,15 +186,24 @@ class Stack(nnx.Module):
                 param.set_metadata(roles=(None, *meta["roles"]))
 
     def __call__(
-        self, x: Array, bank: Array, states: list, step: Step
+        self,
+        x: Array,
+        bank: Array,
+        states: list,
+        step: Step,
+        number: int | Array = 0,
+        starts_block: Sequence[bool] | None = None,
     ) -> tuple[Array, Array, list, list]:
         """x, bank, the states and the mixtures' weights, two [N + 1, P] a layer (none where layers
         are scanned).
+
+        A stack of one group can stand for each of several equal ones: `number` says which, and
+        `starts_block`, where the number is traced, which of its layers start a residual block.
         """
         graph, experts, rest = nnx.split(self.layers, Expert, ...)
         if self.span.groups == 1:
             layers = nnx.merge(graph, experts, jax.tree.map(lambda w: w[0], rest))
-            return self._group(layers, (x, bank, states), step, 0)
+            return self._group(layers, (x, bank, states), step, number, starts_block)
 
         def scan_group(carry: tuple, group_weights: tuple) -> tuple[tuple, None]:
             group, weights = group_weights
@@ -200,16 +217,22 @@ class Stack(nnx.Module):
         return x, bank, states, []
 
     def _group(
-        self, layers: Sequence[Layer], carry: tuple, step: Step, group: int | Array
+        self,
+        layers: Sequence[Layer],
+        carry: tuple,
+        step: Step,
+        group: int | Array,
+        starts_block: Sequence[bool] | None = None,
     ) -> tuple:
         x, bank, states = carry
         states, mixtures = list(states), []
         for j, layer in enumerate(layers):
             index = self.span.layer(j, group)
+            starts = starts_block[j] if starts_block else None
             with jax.named_scope(
                 f"layer_{index}" if isinstance(index, int) else f"layer_{j}_of_group"
             ):
-                x, bank, states[j], mixed = layer(x, bank, states[j], step, index)
+                x, bank, states[j], mixed = layer(x, bank, states[j], step, index, starts)
             mixtures.extend(mixed)
         return x, bank, states, mixtures
 
@@ -240,23 +263,43 @@ class Kimi(nnx.Module):
         """Tokens -> normed output rows [B, T, D], the state after them, and every residual
         mixture's weights for the rows that this rank holds.
         """
-        with jax.named_scope("embedding"):
-            x = step.reduce([collectives.embed(self.embed[...], tokens.reshape(-1))], how=SUM)
-        bank = jnp.zeros((self.config.bank_rows, *x.shape), x.dtype)
+        x, bank = self.begin(tokens, step)
         layers, mixtures = [], []
         for stack, states in zip(self.stacks, state.layers, strict=True):
             x, bank, states, mixed = stack(x, bank, states, step)
             layers.append(states)
             mixtures.extend(mixed)
-        with jax.named_scope("output"):
-            mixed, weights = self.residual(x, bank, self.config.bank_rows)
-            out = step.attention_rows(rms_norm(mixed, self.norm[...], self.config.norm_eps))
-        last = jnp.take_along_axis(out, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
-        hidden = jnp.where((lengths > 0)[:, None], last, state.hidden)
+        out, hidden, weights = self.end(x, bank, state.hidden, lengths, step)
         state = dataclasses.replace(
             state, layers=layers, length=state.length + lengths, hidden=hidden
         )
         return out, state, [*mixtures, weights]
+
+    def begin(self, tokens: Int[Array, "B T"], step: Step) -> tuple[Array, Array]:
+        """The residual rows x [P, D] that this rank holds before the first layer, and their empty
+        bank [N, P, D].
+        """
+        with jax.named_scope("embedding"):
+            x = step.reduce([collectives.embed(self.embed[...], tokens.reshape(-1))], how=SUM)
+        return x, jnp.zeros((self.config.bank_rows, *x.shape), x.dtype)
+
+    def end(
+        self,
+        x: Float[Array, "P D"],
+        bank: Float[Array, "N P D"],
+        hidden: Float[Array, "B D"],
+        lengths: Int[Array, " B"],
+        step: Step,
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B D"], Array]:
+        """After the last layer: normed output rows, `hidden` renewed for the rows that brought
+        tokens, and the weights of the output mixture.
+        """
+        with jax.named_scope("output"):
+            mixed, weights = self.residual(x, bank, self.config.bank_rows)
+            out = step.attention_rows(rms_norm(mixed, self.norm[...], self.config.norm_eps))
+            at_last = jnp.maximum(lengths - 1, 0)[:, None, None]
+            last = jnp.take_along_axis(out, at_last, axis=1)[:, 0]
+            return out, jnp.where((lengths > 0)[:, None], last, hidden), weights
 
     def head_logits(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows Z"]:
         """Logits in at least float32, replicated on the model ranks."""

@@ -194,21 +194,40 @@ _COPY_ENGINE = (
 )
 
 
-@functools.cache
+_COMMAND_BUFFERS = "--xla_gpu_enable_command_buffer=+COLLECTIVES,+CONDITIONAL,+WHILE"
+
+
 def copy_engine_flags() -> str:
     """What to put into XLA_FLAGS so that neighbour copies between GPUs of one machine are made from
     peer memory, by copy engines beside the kernels, and stay apart: XLA joins the copies of several
     pieces otherwise, and then no addition runs while one of them travels.
 
-    NotImplementedError where this jaxlib does not know the flags: an unknown one ends the process,
-    which is why another process is asked.
+    NotImplementedError where this jaxlib does not know the flags.
     """
-    environment = {**os.environ, "XLA_FLAGS": _COPY_ENGINE, "JAX_PLATFORMS": "cpu"}
+    return _known(_COPY_ENGINE)
+
+
+def command_buffer_flags() -> str:
+    """What to put into XLA_FLAGS so that collectives, branches and loops are launched inside
+    command buffers (CUDA graphs) with the kernels around them. By default XLA puts kernels alone
+    there, and each of the others ends a buffer.
+
+    NotImplementedError where this jaxlib does not know the flag.
+    """
+    return _known(_COMMAND_BUFFERS)
+
+
+@functools.cache
+def _known(flags: str) -> str:
+    """Flags that this jaxlib knows. An unknown one ends the process, which is why another process
+    is asked.
+    """
+    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     asked = [sys.executable, "-c", "import jax; jax.devices()"]
     answer = subprocess.run(asked, env=environment, capture_output=True, text=True)
     if answer.returncode:
-        raise NotImplementedError(f"this jaxlib does not know {_COPY_ENGINE}")
-    return _COPY_ENGINE
+        raise NotImplementedError(f"this jaxlib does not know {flags}")
+    return flags
 
 
 # The definitions in numpy: all ranks at once, row by row, nothing split or padded.

@@ -11,7 +11,9 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
 
 from ..compilation.function import CompiledFunction
 from ..config.config import Config
@@ -19,13 +21,19 @@ from ..model.decoder import Kimi, declare, new_state, spans
 from ..model.implementations import Implementations
 from ..model.mxfp4 import MXFP4, Quantization
 from ..model.state import STATE_DIMS, STATE_ROLES, State
+from ..model.step import Step
 from ..parallel.helix import Stripes
 from ..parallel.mesh import DATA, mesh_sizes, sizes_text
+from ..parallel.on_mesh import within
 from ..parallel.placement import Placement
 from ..parallel.roles import Role
 from .fitting import device_memory, refuse_what_exceeds
 from .memory import Plan, plan
 from .state_files import save_state
+
+# How programs walk the layers: one program of all of them in turn; a scan over stacks of equal
+# groups; or a program of each kind of group, called in turn (`by_group`).
+WALKS = ("unrolled", "scanned", "by_group")
 
 # How an argument or a result of a per-device function is sharded: a `PartitionSpec` or one of these
 # names of many specs.
@@ -44,7 +52,7 @@ class ModelOnMesh:
     mesh: Mesh
     place: Placement
     dtype: str
-    scan: bool
+    walk: str  # over the layers: one of WALKS
     quantization: Quantization
     implementations: Implementations
 
@@ -52,6 +60,11 @@ class ModelOnMesh:
     def declared(self) -> Kimi:
         """The module with its weights declared, none allocated."""
         return Kimi(self.config, self.dtype, self.stacks, quantization=self.quantization)
+
+    @property
+    def scan(self) -> bool:
+        """Whether equal groups of layers are stacked and scanned; else each layer is held apart."""
+        return self.walk == "scanned"
 
     @property
     def stacks(self) -> tuple:
@@ -79,6 +92,10 @@ class ModelOnMesh:
             )
             for w in declare(self.declared)
         }
+
+    def step_info(self, start: Array, lengths: Array, T: int, kind: str = "prefill") -> Step:
+        """What the layers of a step are told, per device."""
+        return Step.of(start, lengths, T, self.implementations, self.place, self.sizes, kind)
 
     @property
     def stripes(self) -> Stripes:
@@ -234,7 +251,7 @@ class ModelOnMesh:
 
 def _identity(program: ModelOnMesh) -> str:
     """All that the programs of a model depend on, but for its devices and its functions."""
-    parts = (program.config, program.sizes, program.place, program.dtype, program.scan)
+    parts = (program.config, program.sizes, program.place, program.dtype, program.walk)
     return repr((*parts, program.quantization.name, program.implementations))
 
 
@@ -256,12 +273,31 @@ def _abstract(program: ModelOnMesh, inputs: Sequence[Any], *arguments: Any) -> t
     )
 
 
+class CallsInTurn:
+    """A function that calls compiled ones, to be used like a `CompiledFunction`."""
+
+    def __init__(self, function: Callable, mesh: Mesh):
+        self._call = within(mesh, function)
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Run the function."""
+        return self._call(*arguments)
+
+    def prepare(self, *arguments: Any) -> None:
+        """Nothing: its programs are compiled, or read from JAX's cache, when they are called."""
+
+
 class StatesFunction:
     """A function that `ModelOnMesh.compiled` compiled, for states as users hold them: a state among
     the results has the batch size of the donated argument.
     """
 
-    def __init__(self, program: ModelOnMesh, function: CompiledFunction, donate: int | None = None):
+    def __init__(
+        self,
+        program: ModelOnMesh,
+        function: CompiledFunction | CallsInTurn,
+        donate: int | None = None,
+    ):
         self._program, self._function, self._donate = program, function, donate
 
     def __call__(self, *arguments: Any) -> Any:
@@ -280,6 +316,13 @@ class StatesFunction:
 
     def _with_home(self, state: State, batch: int) -> State:
         return dataclasses.replace(state, batch=batch, home=self._program)
+
+
+def merged(declared: nnx.Module, weights: dict[tuple, Array]) -> Any:
+    """A declared module with these arrays, local or global, as its weights by path."""
+    graph, params = nnx.split(declared)
+    flat = {path: param.replace(weights[path]) for path, param in nnx.to_flat_state(params)}
+    return nnx.merge(graph, nnx.from_flat_state(flat))
 
 
 def differences(state_config: dict[str, Any], model_config: dict[str, Any]) -> list[str]:

@@ -6,7 +6,7 @@ import dataclasses
 import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +47,15 @@ def compile_decode_steps(
 ) -> tuple[Any, dict[str, float]]:
     """`compile_step` for the multi-step decode of at least B rows, 8 steps a call, greedy."""
     B = program.padded_rows(B)
+    rows = _greedy_rows(program, B)
+    n = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(program.mesh, REPLICATED))
+    steps = jax.jit(program.decode_steps, donate_argnums=1)
+    arguments = (program.weight_shapes, program.state_shapes(B, slots), rows, n)
+    return _compile(steps, arguments, compiler_options)
+
+
+def _greedy_rows(program: Program, B: int) -> Rows:
+    """Rows that decode greedily, 8 steps a call, as shapes with their shardings."""
     by_row = NamedSharding(program.mesh, BY_ROW)
     numbers = ("remaining", "seeds", "counts", "top_k", "min_new_tokens")
     factors = ("temperature", "top_p", "min_p", "repetition_penalty")
@@ -57,11 +66,7 @@ def compile_decode_steps(
     }
     arrays["stop_ids"] = jax.ShapeDtypeStruct((B, 1), jnp.int32, sharding=by_row)
     greedy = {"top_logprobs": 0, "draws": False, "masks_stops": False, "steps_per_call": 8}
-    rows = Rows(bias=None, seen=None, **arrays, **greedy)
-    n = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(program.mesh, REPLICATED))
-    steps = jax.jit(program.decode_steps, donate_argnums=1)
-    arguments = (program.weight_shapes, program.state_shapes(B, slots), rows, n)
-    return _compile(steps, arguments, compiler_options)
+    return Rows(bias=None, seen=None, **arrays, **greedy)
 
 
 def _compile(
@@ -78,6 +83,44 @@ def _compile(
         "lower": lowered_at - traced_at,
         "compile": time.perf_counter() - lowered_at,
     }
+    return compiled, seconds
+
+
+class CompiledPart(NamedTuple):
+    """A program of a step, and how often one step calls it."""
+
+    name: str
+    calls: int
+    compiled: Any
+
+
+def compile_parts(
+    program: Program,
+    B: int,
+    T: int,
+    slots: int,
+    options_of: Callable[[str], dict[str, Any] | None] = lambda name: None,
+    *,
+    samples: bool = False,
+) -> tuple[list[CompiledPart], dict[str, float]]:
+    """`compile_step` for a program that walks by group: every program of a step, and the seconds of
+    tracing and lowering and of compiling all of them. `options_of` gives the compiler's options for
+    a part by its name. With `samples`, a step of the multi-step decode, of 8 steps a call, greedy.
+    """
+    B = program.padded_rows(B)
+    by_row = NamedSharding(program.mesh, BY_ROW)
+    ids = jax.ShapeDtypeStruct((B, T), jnp.int32, sharding=by_row)
+    lengths = jax.ShapeDtypeStruct((B,), jnp.int32, sharding=by_row)
+    by_group = program.by_group("decode" if T == 1 else "prefill")
+    begin = time.perf_counter()
+    arguments = (program.weight_shapes, program.state_shapes(B, slots), ids, lengths)
+    parts = list(by_group.parts(*arguments, _greedy_rows(program, B) if samples else None))
+    lowered_at = time.perf_counter()
+    compiled = [
+        CompiledPart(part.name, part.calls, part.lowered.compile(options_of(part.name)))
+        for part in parts
+    ]
+    seconds = {"lower": lowered_at - begin, "compile": time.perf_counter() - lowered_at}
     return compiled, seconds
 
 

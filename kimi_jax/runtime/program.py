@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array
@@ -18,19 +17,22 @@ from ..model.decoder import Kimi
 from ..model.implementations import Implementations, fast_on
 from ..model.mxfp4 import MXFP4, Quantization
 from ..model.state import STATE_DIMS, State
-from ..model.step import Step
 from ..parallel.collectives import all_gather, rank, ranks
 from ..parallel.mesh import DATA, MODEL, as_mesh
 from ..parallel.placement import Placement, as_placement
+from .by_group import ByGroup
 from .memory import DTYPES
 from .model_on_mesh import (
     BY_ROW,
     REPLICATED,
     STATE,
     STATE_ROW,
+    WALKS,
     WEIGHTS,
+    CallsInTurn,
     ModelOnMesh,
     StatesFunction,
+    merged,
 )
 from .rows import Rows
 from .sampling import sample
@@ -50,28 +52,31 @@ class Program(ModelOnMesh):
         logits, following = step(weights, state.bare(), tokens, lengths)
         return logits, dataclasses.replace(following, batch=state.batch, home=self)
 
-    def step_for(self, kind: str, shape: tuple[int, int]) -> CompiledFunction:
+    def step_for(self, kind: str, shape: tuple[int, int]) -> CompiledFunction | CallsInTurn:
         """The compiled step for tokens of a shape: both kinds share one with equal reductions."""
         rows = shape[0] // self.sizes[DATA] * shape[1]
         reductions = {self.place.reduction(name, rows, self.sizes) for name in (kind, "prefill")}
         return self.step_of("prefill" if len(reductions) == 1 else kind)
 
-    def step_of(self, kind: str) -> CompiledFunction:
+    def step_of(self, kind: str) -> CompiledFunction | CallsInTurn:
         """(weights, state, tokens [B, T], lengths [B]) -> logits [B, Z] after each row's last
         token, state. Compiled; the state is consumed.
         """
         return self.step if kind == "prefill" else self._decode_step
 
     @functools.cached_property
-    def step(self) -> CompiledFunction:
+    def step(self) -> CompiledFunction | CallsInTurn:
         """`step_of("prefill")`."""
         return self._jitted_step("prefill")
 
     @functools.cached_property
-    def _decode_step(self) -> CompiledFunction:
+    def _decode_step(self) -> CompiledFunction | CallsInTurn:
         return self._jitted_step("decode")
 
-    def _jitted_step(self, kind: str) -> CompiledFunction:
+    def _jitted_step(self, kind: str) -> CompiledFunction | CallsInTurn:
+        if self.walk == "by_group":
+            return CallsInTurn(self.by_group(kind).step, self.mesh)
+
         def device_fn(
             weights: dict, state: State, tokens: Array, lengths: Array
         ) -> tuple[Array, State]:
@@ -82,15 +87,13 @@ class Program(ModelOnMesh):
         name = {"prefill": "prefill", "decode": "a decode step"}[kind]
         return self.compiled(device_fn, inputs, (BY_ROW, STATE), name, donate=1)
 
+    def by_group(self, kind: str) -> ByGroup:
+        """The parts of steps of a kind, where layers are walked by group."""
+        return _parts_by_group(self, kind)
+
     def merge(self, weights: dict[tuple, Array]) -> Kimi:
         """The module with these arrays, local or global, as its weights."""
-        graph, params = nnx.split(self.declared)
-        flat = {path: param.replace(weights[path]) for path, param in nnx.to_flat_state(params)}
-        return nnx.merge(graph, nnx.from_flat_state(flat))
-
-    def step_info(self, start: Array, lengths: Array, T: int, kind: str = "prefill") -> Step:
-        """What the layers of a step are told, per device."""
-        return Step.of(start, lengths, T, self.implementations, self.place, self.sizes, kind)
+        return merged(self.declared, weights)
 
     def _run(
         self, weights: dict, state: State, tokens: Array, lengths: Array, kind: str = "prefill"
@@ -104,8 +107,12 @@ class Program(ModelOnMesh):
     def decode_steps(self) -> StatesFunction:
         """Multi-step decode: (weights, state, rows, n) -> what n steps sampled, arrays
         [rows.steps_per_call, B, ...] of which the first n are filled, and the state. Every step
-        samples each row's next token and feeds it back where the row is still active.
+        samples each row's next token and feeds it back where the row is still active. The state
+        is consumed.
         """
+        if self.walk == "by_group":
+            calls = CallsInTurn(self.by_group("decode").decode_steps, self.mesh)
+            return StatesFunction(self, calls, donate=1)
 
         def device_fn(weights: dict, state: State, rows: Rows, n: Array) -> tuple[tuple, State]:
             model = self.merge(weights)
@@ -216,9 +223,17 @@ class Program(ModelOnMesh):
         return self.empty(tokens.shape[0], tokens.shape[1], ranks(MODEL))
 
     @functools.cached_property
-    def jitted_logits(self) -> CompiledFunction:
+    def jitted_logits(self) -> CompiledFunction | CallsInTurn:
         """`logits`, compiled."""
+        if self.walk == "by_group":
+            return CallsInTurn(self._logits_by_group, self.mesh)
         return self.compiled_ahead(self.logits, (WEIGHTS, BY_ROW, BY_ROW), "logits")
+
+    def _logits_by_group(self, weights: dict, tokens: Any, lengths: Any) -> Array:
+        parts = self.by_group("prefill")
+        state = state_maker(self, *tokens.shape)()
+        out, _ = parts.advance(weights, state, tokens, lengths)
+        return parts.head(out, parts.end_weights(weights))
 
     @functools.cached_property
     def jitted_mixtures(self) -> CompiledFunction:
@@ -258,6 +273,11 @@ def state_maker(program: Program, batch: int, max_length: int) -> CompiledFuncti
     )
 
 
+@functools.lru_cache(maxsize=64)
+def _parts_by_group(program: Program, kind: str) -> ByGroup:
+    return ByGroup(program, kind)
+
+
 # Equal arguments give the same program, compiled once.
 _shared_program = functools.lru_cache(maxsize=32)(Program)
 
@@ -265,6 +285,19 @@ _shared_program = functools.lru_cache(maxsize=32)(Program)
 def default_dtype() -> str:
     """float32 on CPU, where it is fastest; bfloat16 on accelerators."""
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+
+
+_WALK_OF_SCAN = {True: "scanned", False: "unrolled"}
+
+
+def default_walk(platform: str, layers: int) -> str:
+    """How programs walk the layers where the user does not say: by group on accelerators, where a
+    scan copies weights; CPUs unroll few layers, which run faster, and scan many, which compile
+    faster.
+    """
+    if platform != "cpu":
+        return "by_group"
+    return "scanned" if layers >= SCAN_FROM else "unrolled"
 
 
 def make_program(
@@ -275,9 +308,14 @@ def make_program(
     *,
     quantization: Quantization = MXFP4,
     scan: bool | None = None,
+    walk: str | None = None,
     implementations: Implementations | None = None,
 ) -> Program:
-    """A decoder's steps on a mesh, checked against the placement, before any weight exists."""
+    """A decoder's steps on a mesh, checked against the placement, before any weight exists.
+
+    `walk`, one of `WALKS`, says how programs walk the layers (default: `default_walk`); `scan`
+    chooses between a scan and one unrolled program.
+    """
     try:
         name = default_dtype() if dtype is None else jnp.dtype(dtype).name
     except TypeError:
@@ -293,8 +331,10 @@ def make_program(
     placement = as_placement(placement)
     placement.check(config, mesh)
     platform = mesh.devices.flat[0].platform
-    if scan is None:
-        scan = platform != "cpu" or config.layers >= SCAN_FROM
+    if walk is None:
+        walk = default_walk(platform, config.layers) if scan is None else _WALK_OF_SCAN[scan]
+    if walk not in WALKS or (scan is not None and scan != (walk == "scanned")):
+        raise ValueError(f"walk must be one of {', '.join(WALKS)}, got {walk!r} and scan={scan}")
     if implementations is None:
         implementations = fast_on(platform)
     if implementations.blocks is None:
@@ -304,4 +344,4 @@ def make_program(
         raise NotImplementedError("mla='expanded', the definition, runs on unsharded keys")
     if implementations.transport == "ragged" and platform == "cpu":
         raise NotImplementedError("transport='ragged': CPUs have no ragged_all_to_all")
-    return _shared_program(config, mesh, placement, name, scan, quantization, implementations)
+    return _shared_program(config, mesh, placement, name, walk, quantization, implementations)

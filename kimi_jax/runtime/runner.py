@@ -1,9 +1,9 @@
-"""A decoder on a mesh: weights and compiled steps, and the checks of what they are given. Knows no
-text.
+"""A decoder on a mesh: its weights, read slice by slice, its compiled steps, and the checks of what
+they are given. Knows no text.
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -14,12 +14,14 @@ from jaxtyping import Array
 
 from ..config.config import Config
 from ..errors import RequestError, shown
+from ..model.decoder import build, declare, slice_sizes
 from ..model.state import State, home_of
 from ..numerics import is_whole
 from ..parallel.mesh import DATA
 from ..parallel.on_mesh import own_mesh
 from ..parallel.placement import Placement
 from ..parallel.processes import agree, to_device, to_host, to_mesh
+from ..progress import Progress
 from .memory import PREFILL_ROWS
 from .program import Program, state_maker
 
@@ -249,3 +251,19 @@ def prepare_prefill(runner: Runner, state: State, lengths: Iterable[int]) -> Non
         counts = jax.ShapeDtypeStruct((rows,), np.int32)
         step = runner.program.step_for("prefill", ids.shape)
         step.prepare(runner.weights, state.bare(), ids, counts)
+
+
+def load_weights(
+    program: Program, read: Callable[..., Any], progress: bool | None = None
+) -> dict[tuple, Array]:
+    """All weights by path: each process reads the slices of its local devices, once.
+
+    `read` gives a slice of a weight, as `Checkpoint.read` does. `progress` as for `Progress`.
+    """
+    total = sum(
+        size * weight.dtype.itemsize
+        for weight in declare(program.declared)
+        for size in slice_sizes(weight, program.place, program.mesh)
+    )
+    with Progress("loading", total, "bytes", show=progress) as bar:
+        return build(program.declared, program.place, program.mesh, read, bar.advance)

@@ -87,6 +87,21 @@ class Bill:
         return any(loop.kind == "loop" and loop.reason == UNKNOWN for loop in self.choices)
 
 
+def joined(bills: list[tuple[Bill, int]]) -> Bill:
+    """The bill of a step that runs each of these programs so many times."""
+    parts: dict[str, Part] = defaultdict(Part)
+    known_turns: dict[str, int] = defaultdict(int)
+    choices, moves = [], []
+    for bill, calls in bills:
+        for scope, part in bill.parts.items():
+            parts[scope].add(part, calls)
+        for scope, turns_ in bill.known_turns.items():
+            known_turns[scope] += calls * turns_
+        choices += [dataclasses.replace(one, runs=one.runs * calls) for one in bill.choices]
+        moves += [dataclasses.replace(one, times=one.times * calls) for one in bill.moves]
+    return Bill(dict(parts), dict(known_turns), choices, moves)
+
+
 UNKNOWN = "unknown"
 # Turns of an unknown loop, or a branch, for a scope: None where no rule says.
 Rule = Callable[[str, Instruction], tuple[int, str] | None]

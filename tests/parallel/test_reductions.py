@@ -574,13 +574,14 @@ def test_the_exact_ring_scatters_four_times_the_bytes_of_two_shot():
 @pytest.fixture
 def asked_again():
     """The answer of this jaxlib is kept: asked anew in a test, and forgotten after it."""
-    reductions.copy_engine_flags.cache_clear()
+    reductions._known.cache_clear()
     yield
-    reductions.copy_engine_flags.cache_clear()
+    reductions._known.cache_clear()
 
 
 def test_the_flag_of_the_copy_engines_is_one_that_this_jaxlib_knows(asked_again):
     assert reductions.copy_engine_flags().startswith("--xla_gpu_")
+    assert reductions.command_buffer_flags().startswith("--xla_gpu_")
 
 
 def test_a_flag_that_this_jaxlib_does_not_know_is_refused_by_name(asked_again, monkeypatch):

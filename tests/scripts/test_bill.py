@@ -222,3 +222,14 @@ def test_launches_inside_command_buffers_are_told_apart(bill):
     assert bill["buffers"].thunk_names(thunk) == {1: "copy.1"}
     buffered = account(bill, HLO, buffered=frozenset(["gemm"]))
     assert buffered.parts["mlp"].in_buffers == 2
+
+
+def test_the_bill_of_a_step_of_several_programs_counts_each_as_often_as_it_is_called(bill):
+    one = account(bill, HLO)
+    both = bill["walk"].joined([(one, 1), (one, 22)])
+    assert both.total.moved == 23 * one.total.moved
+    assert both.total.launches == 23 * one.total.launches
+    assert [move.times for move in both.moves] == [
+        calls * move.times for calls in (1, 22) for move in one.moves
+    ]
+    assert sum(loop.runs for loop in both.choices) == 23 * sum(loop.runs for loop in one.choices)

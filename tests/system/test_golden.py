@@ -15,19 +15,19 @@ from kimi_jax.model.state import KDAState
 P, BOTH = kj.Placement, ("data", "model")
 # What GPUs run in attention.
 ON_GPUS = Implementations(kda="transitions", mla="static", blocks=BLOCK_SIZES["gpu"])
-# Fast and defining forms, scanned and unrolled layers, both types, meshes and placements, pairwise;
+# Fast and defining forms, every walk over the layers, both types, meshes and placements, pairwise;
 # prompts at once or in chunks of 16 tokens, whose programs all prompts share.
 RUNS = [
-    ("k3-tiny", "float32", True, None, (1, 1), 256, P()),
-    ("k3-tiny", "float64", False, DEFINITIONS, (1, 2), 16, P(experts="local")),
-    ("k31-tiny", "float32", False, None, (1, 4), 16, P(latent="sharded")),
-    ("k31-tiny", "float64", True, None, (1, 8), 16, P()),
-    ("k31-tiny", "float64", True, ON_GPUS, (1, 4), 16, P()),
-    ("k3-tiny", "float32", False, None, (2, 2), 16, P(expert_axes=BOTH)),
-    ("k31-tiny", "float64", False, None, (2, 4), 16, P(expert_axes=BOTH, latent="sharded")),
-    ("k3-tiny", "float32", True, None, (4, 2), 16, P(expert_axes=BOTH, experts="local")),
+    ("k3-tiny", "float32", "scanned", None, (1, 1), 256, P()),
+    ("k3-tiny", "float64", "unrolled", DEFINITIONS, (1, 2), 16, P(experts="local")),
+    ("k31-tiny", "float32", "unrolled", None, (1, 4), 16, P(latent="sharded")),
+    ("k31-tiny", "float64", "scanned", None, (1, 8), 16, P()),
+    ("k31-tiny", "float64", "scanned", ON_GPUS, (1, 4), 16, P()),
+    ("k3-tiny", "float32", "by_group", None, (2, 2), 16, P(expert_axes=BOTH)),
+    ("k31-tiny", "float64", "by_group", None, (2, 4), 16, P(expert_axes=BOTH, latent="sharded")),
+    ("k3-tiny", "float32", "scanned", None, (4, 2), 16, P(expert_axes=BOTH, experts="local")),
     (
-        *("k31-tiny", "float32", True, None, (1, 3), 256),
+        *("k31-tiny", "float32", "scanned", None, (1, 3), 256),
         P(pad=("heads", "experts", "vocab", "dense", "shared"), experts="auto", local_below=9),
     ),
 ]
@@ -37,11 +37,11 @@ FAR = 0.01
 
 @pytest.fixture(scope="module", params=RUNS, ids=lambda run: "-".join(map(str, run[:6])))
 def run(request, golden):
-    name, dtype, scan, forms, mesh, chunk, placement = request.param
+    name, dtype, walk, forms, mesh, chunk, placement = request.param
     folder, expected = golden(name)
     mesh = kj.make_mesh(*mesh)
     return (
-        kj.load(folder, mesh, placement, dtype, scan=scan, forms=forms, chunk=chunk),
+        kj.load(folder, mesh, placement, dtype, walk=walk, forms=forms, chunk=chunk),
         expected,
         LOGITS[dtype],
         STATE[dtype],
