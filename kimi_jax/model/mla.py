@@ -48,7 +48,155 @@ from .state import MLAState, read_block, write_rows
 from .step import Step
 
 
-class MLA(nnx.Module):
+class StaticAttention(nnx.Module):
+    """`MLA.static` and its parts: attention in blocks whose number is known when compiling."""
+
+    def static(
+        self: Any,
+        q: Float[Array, "B T H K"],
+        x: Float[Array, "B T D"],
+        query_latent: Float[Array, "B T Q"],
+        state: MLAState,
+        step: Step,
+    ) -> Float[Array, "B T h V"]:
+        """`absorbed` in blocks whose number is known when compiling, for GPUs; keys are selected by
+        a radix search instead of a sort.
+        """
+        S, U = state.latents.shape[2], self.config.index_topk
+        is_selective = self.config.sparse and step.stripes.most(S) > U
+
+        def among(slots: int) -> Array:
+            if not is_selective:
+                return self._static_dense(q, state, step, slots)
+            return self._static_sparse(q, x, query_latent, state, step, slots)
+
+        most = 4 if q.shape[1] == 1 else 8  # a decode step is compiled layer by layer
+        narrowest = step.blocks.narrowest_slots // 2
+        widths = selection_widths(S, U // 2 if is_selective else 1, narrowest, most)
+        if not is_selective:  # fewer rows than all are copied
+            row_bytes = q.shape[0] * state.latents.shape[3] * q.dtype.itemsize
+            few = [width for width in widths if width * row_bytes <= step.blocks.dense_bytes]
+            widths = [S, *(width for width in few if width < S)]
+        return _switch_width(among, widths, step)
+
+    def _static_dense(
+        self: Any, q: Float[Array, "B T H K"], state: MLAState, step: Step, slots: int
+    ) -> Float[Array, "B T h V"]:
+        """Attention to all keys among the first slots, a block of queries at a time."""
+        B, T, H, _ = q.shape
+        rows = static.stored_rows(state.latents, slots, q.dtype, step.group)
+        if step.stripes.ranks == 1 and self._expanding_pays(T):
+            seen = lambda positions: static.seen_slots(positions, slots, step)  # noqa: E731
+            return self._static_expanded(q, rows, seen, step.positions, step)
+
+        def of_requests(requests: tuple[Array, Array, Array]) -> Partial:
+            q, positions, rows = requests
+            seen = static.seen_slots(positions, slots, step)
+            return static.attend_all(q, rows, seen, self.config.kv_rank, self._scale)
+
+        def attend(block: tuple[Array, Array]) -> Array:
+            q, positions = block
+            arrays = (self._absorb(q), positions, rows)
+            return self._merged(static.by_requests(of_requests, arrays, requests), step)
+
+        # Queries by their scores; requests by their rows, which are masked before they are used.
+        scores = B * H * slots * at_least_float32(q.dtype).itemsize  # of a query
+        row_bytes = slots * rows.shape[2] * q.dtype.itemsize  # of a request
+        requests = max(1, step.blocks.dense_bytes // row_bytes)
+        size = max(1, step.blocks.dense_bytes // scores)
+        return static.in_blocks(attend, (q, step.positions), size)
+
+    def _static_sparse(
+        self: Any,
+        q: Float[Array, "B T H K"],
+        x: Float[Array, "B T D"],
+        query_latent: Float[Array, "B T Q"],
+        state: MLAState,
+        step: Step,
+        slots: int,
+    ) -> Float[Array, "B T h V"]:
+        """Attention to the selected keys among the first slots, a block of queries at a time."""
+        B, T, H, _ = q.shape
+        index_keys, keep = state.index_keys, self.config.index_topk
+        assert index_keys is not None
+        keys = static.stored_rows(index_keys, slots, q.dtype, step.group)
+        with jax.named_scope("indexer"):
+            index_q, head_weights = self.indexer.queries(x, query_latent)
+            chosen = static.choose(index_q, head_weights, keys, keep, step)
+
+        def attend(block: tuple[Array, Array]) -> Array:
+            q, chosen = block
+            q, C = self._absorb(q), self.config.kv_rank
+            latents = state.latents
+            partial = static.attend_chosen(q, latents, step.group, chosen, C, self._scale)
+            return self._merged(partial, step)
+
+        R, stripes = state.latents.shape[3], step.stripes
+        if (
+            stripes.ranks == 1
+            and self._expanding_pays(T)
+            and static.masking_pays(H, slots, keep, R * q.dtype.itemsize)
+        ):
+            rows = static.stored_rows(state.latents, slots, q.dtype, step.group)
+            mask = static.mask_of(chosen, slots)
+            return self._static_expanded(q, rows, lambda mask: mask, mask, step)
+
+        def gather(width: int) -> Array:
+            # The largest arrays of a query: gathered rows, or absorbed queries of all heads.
+            elements = B * R * max(width, H)
+            size = max(1, step.blocks.select_bytes // (elements * q.dtype.itemsize))
+            return static.in_blocks(attend, (q, chosen[..., :width]), size)
+
+        # Of keys dealt to ranks, most queries keep few on each. One row is not worth a branch.
+        U = chosen.shape[2]
+        if stripes.ranks == 1 or T == 1:
+            return gather(U)
+        widths = [width for width in (U, U // 2, U // 4) if width]
+        which = static.narrowest(jnp.sum(chosen >= 0, -1), widths)
+        return jax.lax.switch(which, [functools.partial(gather, width) for width in widths])
+
+    def _static_expanded(
+        self: Any,
+        q: Float[Array, "B T H K"],
+        rows: Float[Array, "B S R"],
+        allowed: Callable[[Array], Array],
+        of_queries: Shaped[Array, "B T *X"],
+        step: Step,
+    ) -> Float[Array, "B T H V"]:
+        """Attention with keys and values expanded from the rows, a head and a block of queries at a
+        time.
+        """
+        B, S, _ = rows.shape
+        written = static.written_slots(S, step)
+        rows = jnp.where(written[..., None], rows, jnp.zeros((), rows.dtype))
+        scores = B * S * at_least_float32(q.dtype).itemsize  # of a query and head
+        size = max(1, step.blocks.dense_bytes // scores)
+        w_k, w_v = self.w_k_b[...], self.w_v_b[...]
+        return static.attend_expanded(q, rows, w_k, w_v, allowed, of_queries, self._scale, size)
+
+    def _expanding_pays(self: Any, T: int) -> bool:
+        c = self.config
+        return static.expanding_pays(T, c.nope_dim, c.rope_dim, c.value_dim, c.kv_rank)
+
+    def _absorb(self: Any, q: Float[Array, "B T H K"]) -> Float[Array, "B T H R"]:
+        """Queries that meet the latent rows themselves."""
+        N = self.config.nope_dim
+        return jnp.concatenate([per_head(q[..., :N], self.w_k_b[...]), q[..., N:]], -1)
+
+    def _merged(self: Any, partial: Partial, step: Step) -> Float[Array, "B T h V"]:
+        """The values of partial attention: of all heads, or where keys are sharded of this rank's
+        heads over the keys of all ranks.
+        """
+        w_values = jnp.swapaxes(self.w_v_b[...], 1, 2)
+        if step.stripes.ranks == 1:
+            return per_head(partial.o, w_values)
+        with jax.named_scope("heads"):
+            if step.place.exchange == "values":
+                return helix.merge_over_ranks(partial._replace(o=per_head(partial.o, w_values)))
+            return per_head(helix.merge_over_ranks(partial), w_values)
+
+
+class MLA(StaticAttention):
     """The MLA sublayer on this rank's heads; its result is a partial sum over heads.
 
     Where cached keys are sharded, every rank makes the queries of all heads, attends over its keys,
@@ -146,150 +294,6 @@ class MLA(nnx.Module):
         absorbed = self._absorb(q)
         partial = self._attend_local_keys(absorbed, x, query_latent, state, step)
         return self._merged(partial, step)
-
-    def static(
-        self,
-        q: Float[Array, "B T H K"],
-        x: Float[Array, "B T D"],
-        query_latent: Float[Array, "B T Q"],
-        state: MLAState,
-        step: Step,
-    ) -> Float[Array, "B T h V"]:
-        """`absorbed` in blocks whose number is known when compiling, for GPUs; keys are selected by
-        a radix search instead of a sort.
-        """
-        S, U = state.latents.shape[2], self.config.index_topk
-        is_selective = self.config.sparse and step.stripes.most(S) > U
-
-        def among(slots: int) -> Array:
-            if not is_selective:
-                return self._static_dense(q, state, step, slots)
-            return self._static_sparse(q, x, query_latent, state, step, slots)
-
-        most = 4 if q.shape[1] == 1 else 8  # a decode step is compiled layer by layer
-        narrowest = step.blocks.narrowest_slots // 2
-        widths = selection_widths(S, U // 2 if is_selective else 1, narrowest, most)
-        if not is_selective:  # fewer rows than all are copied
-            row_bytes = q.shape[0] * state.latents.shape[3] * q.dtype.itemsize
-            few = [width for width in widths if width * row_bytes <= step.blocks.dense_bytes]
-            widths = [S, *(width for width in few if width < S)]
-        return _switch_width(among, widths, step)
-
-    def _static_dense(
-        self, q: Float[Array, "B T H K"], state: MLAState, step: Step, slots: int
-    ) -> Float[Array, "B T h V"]:
-        """Attention to all keys among the first slots, a block of queries at a time."""
-        B, T, H, _ = q.shape
-        rows = static.stored_rows(state.latents, slots, q.dtype, step.group)
-        if step.stripes.ranks == 1 and self._expanding_pays(T):
-            seen = lambda positions: static.seen_slots(positions, slots, step)  # noqa: E731
-            return self._static_expanded(q, rows, seen, step.positions, step)
-
-        def of_requests(requests: tuple[Array, Array, Array]) -> Partial:
-            q, positions, rows = requests
-            seen = static.seen_slots(positions, slots, step)
-            return static.attend_all(q, rows, seen, self.config.kv_rank, self._scale)
-
-        def attend(block: tuple[Array, Array]) -> Array:
-            q, positions = block
-            arrays = (self._absorb(q), positions, rows)
-            return self._merged(static.by_requests(of_requests, arrays, requests), step)
-
-        # Queries by their scores; requests by their rows, which are masked before they are used.
-        scores = B * H * slots * at_least_float32(q.dtype).itemsize  # of a query
-        row_bytes = slots * rows.shape[2] * q.dtype.itemsize  # of a request
-        requests = max(1, step.blocks.dense_bytes // row_bytes)
-        size = max(1, step.blocks.dense_bytes // scores)
-        return static.in_blocks(attend, (q, step.positions), size)
-
-    def _static_sparse(
-        self,
-        q: Float[Array, "B T H K"],
-        x: Float[Array, "B T D"],
-        query_latent: Float[Array, "B T Q"],
-        state: MLAState,
-        step: Step,
-        slots: int,
-    ) -> Float[Array, "B T h V"]:
-        """Attention to the selected keys among the first slots, a block of queries at a time."""
-        B, T, H, _ = q.shape
-        index_keys, keep = state.index_keys, self.config.index_topk
-        assert index_keys is not None
-        keys = static.stored_rows(index_keys, slots, q.dtype, step.group)
-        with jax.named_scope("indexer"):
-            index_q, head_weights = self.indexer.queries(x, query_latent)
-            chosen = static.choose(index_q, head_weights, keys, keep, step)
-
-        def attend(block: tuple[Array, Array]) -> Array:
-            q, chosen = block
-            q, C = self._absorb(q), self.config.kv_rank
-            latents = state.latents
-            partial = static.attend_chosen(q, latents, step.group, chosen, C, self._scale)
-            return self._merged(partial, step)
-
-        R, stripes = state.latents.shape[3], step.stripes
-        if (
-            stripes.ranks == 1
-            and self._expanding_pays(T)
-            and static.masking_pays(H, slots, keep, R * q.dtype.itemsize)
-        ):
-            rows = static.stored_rows(state.latents, slots, q.dtype, step.group)
-            mask = static.mask_of(chosen, slots)
-            return self._static_expanded(q, rows, lambda mask: mask, mask, step)
-
-        def gather(width: int) -> Array:
-            # The largest arrays of a query: gathered rows, or absorbed queries of all heads.
-            elements = B * R * max(width, H)
-            size = max(1, step.blocks.select_bytes // (elements * q.dtype.itemsize))
-            return static.in_blocks(attend, (q, chosen[..., :width]), size)
-
-        # Of keys dealt to ranks, most queries keep few on each. One row is not worth a branch.
-        U = chosen.shape[2]
-        if stripes.ranks == 1 or T == 1:
-            return gather(U)
-        widths = [width for width in (U, U // 2, U // 4) if width]
-        which = static.narrowest(jnp.sum(chosen >= 0, -1), widths)
-        return jax.lax.switch(which, [functools.partial(gather, width) for width in widths])
-
-    def _static_expanded(
-        self,
-        q: Float[Array, "B T H K"],
-        rows: Float[Array, "B S R"],
-        allowed: Callable[[Array], Array],
-        of_queries: Shaped[Array, "B T *X"],
-        step: Step,
-    ) -> Float[Array, "B T H V"]:
-        """Attention with keys and values expanded from the rows, a head and a block of queries at a
-        time.
-        """
-        B, S, _ = rows.shape
-        written = static.written_slots(S, step)
-        rows = jnp.where(written[..., None], rows, jnp.zeros((), rows.dtype))
-        scores = B * S * at_least_float32(q.dtype).itemsize  # of a query and head
-        size = max(1, step.blocks.dense_bytes // scores)
-        w_k, w_v = self.w_k_b[...], self.w_v_b[...]
-        return static.attend_expanded(q, rows, w_k, w_v, allowed, of_queries, self._scale, size)
-
-    def _expanding_pays(self, T: int) -> bool:
-        c = self.config
-        return static.expanding_pays(T, c.nope_dim, c.rope_dim, c.value_dim, c.kv_rank)
-
-    def _absorb(self, q: Float[Array, "B T H K"]) -> Float[Array, "B T H R"]:
-        """Queries that meet the latent rows themselves."""
-        N = self.config.nope_dim
-        return jnp.concatenate([per_head(q[..., :N], self.w_k_b[...]), q[..., N:]], -1)
-
-    def _merged(self, partial: Partial, step: Step) -> Float[Array, "B T h V"]:
-        """The values of partial attention: of all heads, or where keys are sharded of this rank's
-        heads over the keys of all ranks.
-        """
-        w_values = jnp.swapaxes(self.w_v_b[...], 1, 2)
-        if step.stripes.ranks == 1:
-            return per_head(partial.o, w_values)
-        with jax.named_scope("heads"):
-            if step.place.exchange == "values":
-                return helix.merge_over_ranks(partial._replace(o=per_head(partial.o, w_values)))
-            return per_head(helix.merge_over_ranks(partial), w_values)
 
     def _attend_local_keys(
         self,

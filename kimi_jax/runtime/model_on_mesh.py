@@ -159,11 +159,8 @@ class ModelOnMesh:
 
     def plan(self, batch: int, context: int) -> Plan:
         """The bytes that each device holds with a state of this batch and context."""
-        return plan(
-            self.config, self.mesh, self.place,
-            batch=batch, context=context, dtype=self.dtype,
-            packed=self.quantization is MXFP4,
-        )  # fmt: skip
+        packed, sizes = self.quantization is MXFP4, {"batch": batch, "context": context}
+        return plan(self.config, self.mesh, self.place, **sizes, dtype=self.dtype, packed=packed)
 
     def save(self, state: State, path: str | os.PathLike) -> None:
         """Write a state of this program to a new folder."""
