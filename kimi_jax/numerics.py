@@ -1,5 +1,7 @@
-"""Accumulation types, and checks of numbers that users give."""
+"""Accumulation types, what this CPU multiplies in hardware, checks of numbers that users give."""
 
+import functools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,15 @@ def at_least_float32(dtype: Any) -> np.dtype:
 def widen(x: Any) -> Any:
     """A float array, of JAX or numpy, in its accumulation type."""
     return x.astype(at_least_float32(x.dtype))
+
+
+@functools.cache
+def multiplies_bfloat16() -> bool:
+    """Whether this machine's CPU has bfloat16 matrix instructions (AMX), by what Linux says."""
+    try:
+        return "amx_bf16" in Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
+    except OSError:
+        return False
 
 
 def is_whole(value: Any, low: int, high: int | None = None) -> bool:

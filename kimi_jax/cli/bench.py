@@ -29,6 +29,7 @@ EXAMPLES = """\
   kimi-jax bench --rows --devices 8 --mesh 2x4 --place expert_axes=data,model
   kimi-jax bench --reduce --devices 8 --dtype bfloat16
   kimi-jax bench --context --shape mini-dsa   what a token costs behind 2,048 to 32,768 others
+  kimi-jax bench --floor --json               beside what plain products and copies allow, by part
   kimi-jax bench --profile /tmp/profile       a chunk and some steps, for xprof or ui.perfetto.dev
   kimi-jax bench --compile k3.1               the released size, from shapes alone
   kimi-jax bench --compile k3.1 --devices 8 --prompt 4096
@@ -37,6 +38,7 @@ Times are medians; the first call of each kind is kept apart as compilation."""
 
 _RUN_DEFAULTS = {"shape": "mini", "prompt": 512, "batch": [1, 8], "steps": 16}
 _PROFILE_DEFAULTS = {"shape": "mini", "prompt": 512, "batch": [1], "steps": 4}
+_FLOOR_DEFAULTS = {"shape": "mini", "prompt": None, "batch": None, "steps": 16}
 _COMPILE_DEFAULTS = {
     **{"shape": None, "prompt": 1, "batch": [1], "steps": None, "context": [4096], "profile": None}
 }
@@ -70,6 +72,11 @@ def _add_measurements(command: argparse.ArgumentParser) -> None:
     add("--context", type=positives, nargs="?", const=contexts, metavar="S,S", help=help_context)
     help_profile = "write a profile of one prefill chunk and some decode steps"
     add("--profile", type=Path, metavar="DIR", help=help_profile)
+    help_floor = (
+        "prompts, decode steps and eight rows beside the most that a large plain product and a "
+        "plain copy of the same run allow, and the time of each part; in both types without --dtype"
+    )
+    add("--floor", action="store_true", help=help_floor)
     help_experts = "the batch size below which experts=local is faster than experts=exchange"
     add("--experts", action="store_true", help=help_experts)
     help_rows = "the batch size from which rows=sliced is faster than rows=full"
@@ -111,7 +118,7 @@ def _measurement(options: argparse.Namespace) -> Callable[..., Measured]:
     """The function of what was asked for; prefill and decode where nothing was."""
     functions = {"compile": _compiled, "experts": _experts, "rows": _rows, "reduce": _reductions}
     if not options.compile:  # which has a context of its own
-        functions |= {"context": _contexts, "profile": _profile}
+        functions |= {"context": _contexts, "profile": _profile, "floor": _against_floor}
     asked = [name for name in functions if getattr(options, name)]
     if len(asked) > 1:
         raise CommandError(f"--{' and --'.join(asked)}: one at a time")
@@ -123,6 +130,7 @@ def _set_defaults(options: argparse.Namespace) -> None:
     for.
     """
     defaults = _PROFILE_DEFAULTS if options.profile else _RUN_DEFAULTS
+    defaults = _FLOOR_DEFAULTS if options.floor else defaults
     defaults = _COMPILE_DEFAULTS if options.compile else defaults
     unused = [
         name
@@ -130,7 +138,8 @@ def _set_defaults(options: argparse.Namespace) -> None:
         if value is None and getattr(options, name) is not None
     ]
     if unused:
-        raise CommandError(f"--compile runs nothing and takes no --{', --'.join(unused)}")
+        why = "--compile runs nothing" if options.compile else "--floor has rows of its own"
+        raise CommandError(f"{why} and takes no --{', --'.join(unused)}")
     if options.compile and options.context and len(options.context) > 1:
         raise CommandError(
             f"--compile takes one --context, got {','.join(map(str, options.context))}"
@@ -164,6 +173,18 @@ def _contexts(options: argparse.Namespace, mesh: Any, place: Any) -> Measured:
     title = f"contexts of {options.shape}, {model.dtype}, {mesh_text(mesh)}"
     rows = list(measure.contexts(model, options.batch[0], options.context))
     return Measured(title, measure.CONTEXT_COLUMNS, rows)
+
+
+def _against_floor(options: argparse.Namespace, mesh: Any, place: Any) -> Measured:
+    from . import measure
+
+    dtypes = [options.dtype] if options.dtype else ["float32", "bfloat16"]
+    rows = []
+    for dtype in dtypes:
+        options.dtype = dtype
+        rows += measure.against_floor(_model(options, mesh, place), options.steps)
+    title = f"{options.shape} beside plain products and copies, {mesh_text(mesh)}"
+    return Measured(title, measure.FLOOR_COLUMNS, rows)
 
 
 def _profile(options: argparse.Namespace, mesh: Any, place: Any) -> Measured:
@@ -264,8 +285,9 @@ def _model(options: argparse.Namespace, mesh: Any, place: Any) -> Any:
     from . import measure
 
     config = _config(options)
-    needed = options.prompt + options.steps + 1  # the first step is not timed
-    said = f"--prompt {options.prompt} and --steps {options.steps} need"
+    prompt = max(measure.FLOOR_PROMPTS) if options.floor else options.prompt
+    needed = prompt + options.steps + 1  # the first step is not timed
+    said = f"--prompt {prompt} and --steps {options.steps} need"
     if options.context:
         needed = max(options.context)
         said = f"--context {needed} needs"

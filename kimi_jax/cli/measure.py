@@ -29,7 +29,17 @@ from ..parallel.on_mesh import model_ranks
 from ..parallel.placement import Placement
 from ..parallel.processes import to_device
 from ..parallel.reductions import Reduction, traffic
-from ..runtime.probes import key_selection, partial_sums, sum_over_ranks
+from ..runtime.probes import (
+    compile_step,
+    key_selection,
+    part_times,
+    partial_sums,
+    parts_of,
+    plain_copy,
+    plain_product,
+    step_work,
+    sum_over_ranks,
+)
 from ..runtime.program import Program, default_dtype, make_program
 
 Row = tuple[str | int | float, ...]
@@ -42,6 +52,20 @@ PROFILE_COLUMNS = ("prompts", "prompt_tokens", "new_tokens", "ms")
 COMPILE_COLUMNS = ("trace_s", "lower_s", "compile_s", "argument_bytes", "temporary_bytes")
 EXPERTS_COLUMNS = ("rows", "exchange_ms", "local_ms", "exchange_by_local")
 ROWS_COLUMNS = ("rows", "sliced_ms", "full_ms", "sliced_by_full")
+FLOOR_COLUMNS = (
+    *("dtype", "step", "context", "batch", "tokens", "ms", "cpu_ms", "tokens_per_s"),
+    *("floor_tokens_per_s", "of_floor", "floor_gflop_per_s", "floor_gb_per_s"),
+    *("experts_ms", "kda_ms", "mla_ms", "mlp_ms", "mix_ms", "rest_ms"),
+)
+FLOOR_PROMPTS = (512, 2048)  # tokens of a prompt
+FLOOR_CONTEXTS = (0, 1024, 4096)  # tokens cached before a decode step
+FLOOR_BATCH = 8  # rows of the last decode step
+PROMPT_REPEATS = 3  # timed runs of a prompt
+FLOOR_PRODUCT = 2048  # rows and widths of the plain product
+FLOOR_COPY = 2**28  # bytes of the plain copy
+# The columns of the parts that a step's operations are named for; other parts are "rest".
+_COLUMN_OF_PART = {"experts": "experts", "kda": "kda", "mla": "mla", "indexer": "mla"}
+_COLUMN_OF_PART |= {"mlp": "mlp", "router": "mlp", "shared": "mlp", "dense": "mlp", "mix": "mix"}
 STEP_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 REDUCE_COLUMNS = ("rows", "reduce", "pieces", "ms", "by_sum", "sent_bytes")
 REDUCE_ROWS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
@@ -165,6 +189,80 @@ def _by_context(
             seconds, (_, states[at]) = _timed(model.prefill, state, np.zeros((B, T), np.int32))
             runs[at].append((seconds, selection))
     return [times[1:] for times in runs]
+
+
+def against_floor(model: Model, steps: int) -> Iterator[Row]:
+    """Prompts, decode steps behind contexts and one of several rows, beside the most tokens a
+    second that a large plain product, or a plain copy of the weights, allows in the same run; and
+    the milliseconds of a chunk or step by part.
+    """
+    product, operations = plain_product(FLOOR_PRODUCT, FLOOR_PRODUCT, model.dtype)
+    copy, size = plain_copy(FLOOR_COPY)
+    operations_per_s, bytes_per_s = (
+        done / min(_timed(run)[0] for _ in range(REPEATS))
+        for run, done in ((product, operations), (copy, size))
+    )
+    longest = max(*FLOOR_PROMPTS, *FLOOR_CONTEXTS) + 4 * steps
+    slots = capacity(longest, model.config.max_positions)
+    with _names_in_cache_keys():
+        yield from _steps_against(model, slots, steps, operations_per_s, bytes_per_s)
+
+
+def _steps_against(
+    model: Model, slots: int, steps: int, operations_per_s: float, bytes_per_s: float
+) -> Iterator[Row]:
+    """The rows of `against_floor` at these rates."""
+    cases = [("prompt", 0, 1, T) for T in FLOOR_PROMPTS]
+    cases += [("decode", S, 1, 1) for S in FLOOR_CONTEXTS] + [("decode", 0, FLOOR_BATCH, 1)]
+    for name, S, B, T in cases:
+        state = _noisy(model.new_state(B, slots))
+        seconds, cpu_s, parts = _measured_step(model, state, S, B, T, steps)
+        chunks = [min(model.chunk, T - first) for first in range(0, T, model.chunk)]
+        floor = sum(
+            step_work(model.program, B, width).floor_s(operations_per_s, bytes_per_s)
+            for width in chunks
+        )
+        took = (1000 * seconds, 1000 * cpu_s, B * T / seconds)
+        of_step = (name, S, B, T, *took, B * T / floor, floor / seconds)
+        yield (
+            model.dtype,
+            *of_step,
+            operations_per_s / 1e9,
+            bytes_per_s / 1e9,
+            *parts,
+        )
+
+
+def _measured_step(
+    model: Model, state: State, S: int, B: int, T: int, steps: int
+) -> tuple[float, float, list[float]]:
+    """The median seconds of T tokens a row behind S others, over few runs of a prompt and `steps`
+    of decode; those that the process' threads computed, which neighbours on the machine disturb
+    less; and the milliseconds of a chunk or step by the columns of parts.
+    """
+    rng = np.random.default_rng(0)
+    advance = model.prefill if T > 1 else lambda state, ids: model.decode(state, ids[:, 0])
+
+    def step(tokens: int) -> tuple[float, float, State]:
+        length = to_device(np.full(len(state.length), S, np.int32), state.length.sharding)
+        behind = dataclasses.replace(state, length=length)
+        ids = rng.integers(0, model.config.vocab, (B, tokens))
+        cpu_begin = time.process_time()
+        seconds, (_, following) = _timed(advance, behind, ids)
+        return seconds, time.process_time() - cpu_begin, following
+
+    times, cpu_times = [], []
+    for _ in range(1 + (PROMPT_REPEATS if T > 1 else steps)):
+        seconds, cpu_s, state = step(T)
+        times.append(seconds)
+        cpu_times.append(cpu_s)
+    width = min(T, model.chunk)
+    compiled, _ = compile_step(model.program, B, width, state.max_length)
+    names = ("experts", "kda", "mla", "mlp", "mix", "rest")
+    columns: dict[str, float] = {name: 0.0 for name in names}
+    for part, ms in part_times(lambda: step(width)[2].length, parts_of(compiled.as_text())).items():
+        columns[_COLUMN_OF_PART.get(part, "rest")] += ms
+    return statistics.median(times[1:]), statistics.median(cpu_times[1:]), list(columns.values())
 
 
 def _noisy(state: State) -> State:

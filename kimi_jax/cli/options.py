@@ -46,7 +46,7 @@ def add_mesh(command: argparse.ArgumentParser) -> None:
     help_mesh = "D data-parallel x M model-parallel ranks (1 x all GPUs, or 1 x --devices)"
     add("--mesh", type=mesh_shape, metavar="DxM", help=help_mesh)
     add_place(group)
-    help_chunk = "prefill in chunks of at most T tokens of a request (256 on CPU, else 4096)"
+    help_chunk = "prefill in chunks of at most T tokens of a request (512 on CPU, else 4096)"
     add("--chunk", type=positive, metavar="T", help=help_chunk)
     help_coordinator = "address of process 0, for a mesh over several processes"
     add("--coordinator", metavar="HOST:PORT", help=help_coordinator)

@@ -37,8 +37,8 @@ class BlockSizes:
 
 BLOCK_SIZES: Mapping[str, BlockSizes] = {
     "cpu": BlockSizes(
-        prefill_tokens=256,
-        kda_chunk=64,
+        prefill_tokens=512,
+        kda_chunk=16,
         keys=512,
         dense_bytes=2**28,
         select_bytes=2**25,

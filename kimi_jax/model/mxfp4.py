@@ -8,7 +8,6 @@ and below, as of scale bytes 0 to 8 with small inputs, become zero.
 """
 
 from collections.abc import Mapping
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -16,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Shaped, UInt8
+from jaxtyping import Array, Float, Int, Shaped, UInt8
 
-from ..numerics import at_least_float32
+from ..numerics import at_least_float32, multiplies_bfloat16
 from ..parallel.roles import Dim
-from .layers import Term, linear, weight
+from .layers import Term, linear, linear_wide, weight
 
 GROUP = 32
 SCALE_BIAS = 127
@@ -30,18 +29,17 @@ _VALUES = np.concatenate([MAGNITUDES, -MAGNITUDES])
 
 
 class _Layout(NamedTuple):
-    """How a float format lays out its bits; `signed` is as wide as `bits`."""
+    """How a float format lays out its bits."""
 
     bits: type
-    signed: type
     mantissa: int
     bias: int
 
 
 _LAYOUTS = {
-    "bfloat16": _Layout(jnp.uint16, jnp.int16, 7, 127),
-    "float32": _Layout(jnp.uint32, jnp.int32, 23, 127),
-    "float64": _Layout(jnp.uint64, jnp.int64, 52, 1023),
+    "bfloat16": _Layout(jnp.uint16, 7, 127),
+    "float32": _Layout(jnp.uint32, 23, 127),
+    "float64": _Layout(jnp.uint64, 52, 1023),
 }
 
 
@@ -104,11 +102,10 @@ def decode(
         raise ValueError(f"MXFP4 decodes to {', '.join(_LAYOUTS)}, not to {dtype.name}")
     if dtype.name == "float64" and not jax.config.read("jax_enable_x64"):
         raise ValueError("MXFP4 decodes to float64 only where jax_enable_x64 is set")
-    layout = _LAYOUTS[dtype.name]
-    groups = packed.reshape(*scale.shape, GROUP // 2)
+    groups = packed.reshape(*scale.shape, GROUP // 2).astype(_LAYOUTS[dtype.name].bits)
     low, high = (
         jax.lax.bitcast_convert_type(
-            _assemble(nibbles, scale[..., None], layout).reshape(packed.shape), dtype
+            _assemble(nibbles, scale[..., None], _LAYOUTS[dtype.name]).reshape(packed.shape), dtype
         )
         for nibbles in (groups & 15, groups >> 4)
     )
@@ -116,22 +113,32 @@ def decode(
 
 
 def _assemble(nibbles: Array, scale: Array, layout: _Layout) -> Array:
-    """The bit pattern of every value: sign, exponent, and the single mantissa bit of E2M1."""
+    """The bit pattern of every value. What depends on the scale alone is computed once a group: a
+    value takes about ten operations as wide as its bits.
+    """
     bits, mantissa = layout.bits, layout.mantissa
     width = jnp.iinfo(bits).bits
-    largest = 2 ** (width - 1 - mantissa) - 1  # the exponent field of Inf
-    magnitude = (nibbles & 7).astype(layout.signed)
-    normal = magnitude >= 2
-    exponent = scale.astype(layout.signed) + (layout.bias - SCALE_BIAS - 1)
-    exponent = exponent + jnp.where(normal, magnitude >> 1, 0)
-    fraction = jnp.where(normal, magnitude & 1, 0).astype(bits) << (mantissa - 1)
-    value = (jnp.clip(exponent, 0, largest).astype(bits) << mantissa) | fraction
-    shift = jnp.clip(1 - exponent, 0, 2).astype(bits)  # 2^-128 is the smallest there is
-    subnormal = (fraction | bits(1 << mantissa)) >> shift
-    value = jnp.where(exponent < 1, subnormal, value)
-    value = jnp.where(exponent >= largest, bits(largest << mantissa), value)
-    value = jnp.where(magnitude == 0, bits(0), value)
-    return value | ((nibbles >> 3).astype(bits) << (width - 1))
+    half = 1 << (mantissa - 1)  # the single mantissa bit of E2M1
+    inf = (1 << (width - 1)) - (1 << mantissa)
+
+    # Both fields of a magnitude of 2 or more, E2M1's exponent and mantissa bit, stand side by side
+    # as in the wider format: they move there together, and the scale adds to the exponent. Codes
+    # that are too large for the format exceed Inf as integers. (The base of scale 0 wraps around.)
+    magnitude = nibbles & 7
+    base = (scale.astype(bits) + bits(layout.bias - SCALE_BIAS) - bits(1)) << mantissa
+    value = (magnitude << (mantissa - 1)) + base
+
+    # Code 1 is E2M1's subnormal, 0.5: an exponent without the mantissa bit. At scale 1 of narrow
+    # exponents it is a subnormal of the format too, which has that bit.
+    narrow = layout.bias == SCALE_BIAS
+    extra = jnp.where(scale == 1, bits(0), bits(half)) if narrow else bits(half)
+    value = jnp.minimum(jnp.where(magnitude == 1, value - extra, value), bits(inf))
+
+    # Zero; and at scale 0 of narrow exponents all of 0 to 1.5, which are subnormals: multiples of
+    # 2^-128.
+    subnormals = jnp.where(scale == 0, bits(4), bits(1)) if narrow else bits(1)
+    value = jnp.where(magnitude < subnormals, magnitude << (mantissa - 2), value)
+    return value | (nibbles >> 3) << (width - 1)
 
 
 def unpack(
@@ -139,6 +146,36 @@ def unpack(
 ) -> Float[Array, "... inputs"]:
     """The weights with their inputs in order: the definition that `matmul` is tested against."""
     return jnp.stack(decode(packed, scale, dtype), axis=-1).reshape(*packed.shape[:-1], -1)
+
+
+def _factors(
+    packed: UInt8[Array, "... half"], scale: UInt8[Array, "... groups"], dtype: DTypeLike
+) -> tuple[Float[Array, "... half"], Float[Array, "... half"]]:
+    """`decode`, where subnormal weights may be zero: in float32, half as many operations.
+
+    A code moved to the top of a float16's exponent and mantissa is its value times 2^-14, as a
+    float16 subnormal where it is 0.5, which conversion to float32 keeps. The scale is two factors
+    that are finite and normal for every scale.
+    """
+    if jnp.dtype(dtype) != jnp.float32:
+        return decode(packed, scale, dtype)
+    _check_sizes(packed.shape, scale.shape)
+    exponent = scale.astype(jnp.int32) - SCALE_BIAS
+    first, second = _power_of_two(exponent // 2 + 14), _power_of_two(exponent - exponent // 2)
+    groups = packed.reshape(*scale.shape, GROUP // 2).astype(jnp.uint16)
+
+    def values(magnitude: Array, sign: Array) -> Array:
+        codes = jax.lax.bitcast_convert_type(magnitude | sign, jnp.float16)
+        scaled = codes.astype(jnp.float32) * first[..., None] * second[..., None]
+        return scaled.reshape(packed.shape)
+
+    low = values((groups & 7) << 9, (groups & 8) << 12)
+    return low, values((groups & 0x70) << 5, (groups & 0x80) << 8)
+
+
+def _power_of_two(exponent: Int[Array, "*n"]) -> Float[Array, "*n"]:
+    """2^exponent in float32, -126 to 127."""
+    return jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
 
 
 def matmul(
@@ -149,12 +186,55 @@ def matmul(
     """x times the transposed weights, summed in float32 or wider, even and odd inputs apart.
 
     They are taken as pairs: of slices with a stride, XLA's CUDA compiler of jaxlib 0.10.2 dies.
+    Weights are decoded as they are stored, outputs first: transposed, CPUs would write them with
+    strides.
     """
-    wide = at_least_float32(x.dtype)
-    low, high = decode(packed, scale, x.dtype)
-    dot = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST, preferred_element_type=wide)
+    if x.dtype != jnp.float32 or not multiplies_bfloat16():
+        return _multiply_decoded(x, packed, scale)
+    multiply = _multiply_decoded
+    return jax.lax.platform_dependent(x, packed, scale, cpu=_multiply_parts, default=multiply)
+
+
+def _multiply_decoded(
+    x: Float[Array, "rows inputs"],
+    packed: UInt8[Array, "outputs half"],
+    scale: UInt8[Array, "outputs groups"],
+) -> Float[Array, "rows outputs"]:
+    """`matmul` with weights decoded to the type of x."""
+    return _multiply_pairs(x, *_factors(packed, scale, x.dtype))
+
+
+def _multiply_pairs(
+    x: Float[Array, "rows inputs"], low: Float[Array, "o half"], high: Float[Array, "o half"]
+) -> Float[Array, "rows o"]:
+    """x times the transposed weights of its even and of its odd inputs."""
     pairs = x.reshape(len(x), -1, 2)
-    return dot(pairs[..., 0], low.T) + dot(pairs[..., 1], high.T)
+    return linear_wide(pairs[..., 0], low) + linear_wide(pairs[..., 1], high)
+
+
+def _multiply_parts(
+    x: Float[Array, "rows inputs"],
+    packed: UInt8[Array, "outputs half"],
+    scale: UInt8[Array, "outputs groups"],
+) -> Float[Array, "rows outputs"]:
+    """`matmul` of float32 rows as bfloat16 ones, three to a row, for CPUs that multiply these in
+    hardware.
+
+    Each part of x holds 8 of its 24 bits of mantissa, and bfloat16 holds every weight, so every
+    product is exact; the parts' sums are added from the smallest on.
+    """
+    high = _leading_bits(x)
+    middle = _leading_bits(x - high)
+    parts = jnp.concatenate([high, middle, x - high - middle]).astype(jnp.bfloat16)
+    sums = _multiply_pairs(parts, *decode(packed, scale, jnp.bfloat16))
+    sums = sums.reshape(3, len(x), -1)
+    return (sums[2] + sums[1]) + sums[0]
+
+
+def _leading_bits(x: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    """A float32 without the bits that bfloat16 lacks: rounded towards zero, so never to Inf."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFF0000)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def _check_sizes(packed: tuple[int, ...], scale: tuple[int, ...]) -> None:

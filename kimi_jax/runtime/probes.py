@@ -1,11 +1,17 @@
 """Parts of a step as programs of their own, for `kimi-jax bench`: a step compiled from shapes, the
-selection of keys alone, a sum over ranks alone.
+selection of keys alone, a sum over ranks alone; what a step must compute and read at least, and the
+time that its named parts take.
 """
 
 import dataclasses
+import math
 import operator
+import re
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +21,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
-from ..model.decoder import Stack
+from ..model.decoder import Declared, Stack, declare
+from ..model.layers import Term
 from ..model.mla import MLA
 from ..model.state import State
 from ..parallel.collectives import all_reduce
@@ -171,3 +178,132 @@ def partial_sums(mesh: Mesh, rows: int, width: int, dtype: str) -> Array:
 def sum_over_ranks(how: Reduction, mesh: Mesh) -> Callable[[Array], Array]:
     """A program from the partial sums of all model ranks to their sum, on every one of them."""
     return on_model_ranks(mesh, lambda partial: all_reduce(partial, how))
+
+
+class Work(NamedTuple):
+    """What the weights of a step cost at least."""
+
+    operations: float  # multiplications and additions
+    bytes: float  # of weights that are read
+
+    def floor_s(self, operations_per_s: float, bytes_per_s: float) -> float:
+        """The seconds that it takes at least at these rates."""
+        return max(self.operations / operations_per_s, self.bytes / bytes_per_s)
+
+
+def step_work(program: Program, B: int, T: int) -> Work:
+    """The work of a step of B rows, T tokens each: the products of every weight with the rows that
+    meet it, each weight read once. Attention to cached keys and the recurrence are not in it.
+    """
+    config, rows = program.config, B * T
+    operations = read = 0.0
+    for w in declare(program.declared):
+        meets, share = rows, 1.0  # rows a number of the weight is multiplied with; share that is
+        if w.term is Term.EXPERTS:
+            active = min(config.experts, rows * config.active_experts)
+            meets, share = rows * config.active_experts / active, active / config.experts
+        elif w.names == ("embed",) and not config.tie_embeddings:
+            meets, share = 0, rows / config.vocab
+        elif w.term is Term.EMBEDDING:
+            meets = B
+        count = math.prod(w.shape)
+        operations += 2 * meets * share * _products(program, w)
+        read += share * count * w.dtype.itemsize
+    return Work(operations, read)
+
+
+def _products(program: Program, w: Declared) -> int:
+    """The numbers of a matrix; none of a vector, or of the scales of a quantized matrix."""
+    count = math.prod(w.shape)
+    if w.term is Term.EXPERTS and w.dtype == jnp.uint8:
+        return 2 * count if w.path[-1].startswith("w_") else 0
+    return count if len(w.shape) > 2 or (w.dims[0] != "G" and len(w.shape) == 2) else 0
+
+
+def plain_product(rows: int, width: int, dtype: str) -> tuple[Callable[[], Array], int]:
+    """A program that multiplies [rows, width] by [width, width], and its operations."""
+    x, w = jnp.ones((rows, width), dtype), jnp.ones((width, width), dtype)
+    multiply = jax.jit(lambda x, w: jnp.matmul(x, w, preferred_element_type=jnp.float32))
+    return lambda: multiply(x, w), 2 * rows * width * width
+
+
+def plain_copy(size: int) -> tuple[Callable[[], Array], int]:
+    """A program that passes over an array of `size` bytes in place, and the bytes that it reads and
+    writes. A copy to new memory would time the system that hands it out.
+    """
+    latest = [jnp.ones(size // 4, jnp.float32)]
+    add_one = jax.jit(lambda x: x + 1, donate_argnums=0)
+
+    def run() -> Array:
+        latest[0] = add_one(latest[0])
+        return latest[0]
+
+    return run, 2 * size
+
+
+# What a part of a step is called in a profile, the inner of two names that are nested.
+PARTS = ("embedding", "mix", "attention", "kda", "mla", "indexer", "mlp", "router", "experts")
+PARTS += ("shared", "dense", "output", "head")
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = .*?\s([a-z][\w-]*)\((.*)")
+_NAMED = re.compile(r'op_name="([^"]*)"')
+_CALLED = re.compile(r"calls=%?([\w.-]+)")
+_HOLDS_OTHERS = ("while", "conditional", "call")
+
+
+def parts_of(hlo: str) -> Mapping[str, str]:
+    """Instruction -> part of the step that it belongs to, of all instructions of a compiled program
+    that compute: loops and calls, which hold others, are left out. One without a name of its own
+    is counted to what it calls, or to the part that uses its result.
+    """
+    lines = [(line, _INSTRUCTION.match(line)) for line in hlo.splitlines()]
+
+    # The part of a computation is that of its first instruction with a name.
+    part_of_computation: dict[str, str] = {}
+    computation = ""
+    for line, found in lines:
+        if not found and line.rstrip().endswith("{"):
+            computation = line.removeprefix("ENTRY ").split()[0].lstrip("%")
+        elif part := _named_part(line):
+            part_of_computation.setdefault(computation, part)
+
+    # Users follow what they use: backwards, their parts are known.
+    parts: dict[str, str] = {}
+    part_of_user: dict[str, str] = {}
+    for line, found in reversed(lines):
+        if not found:
+            continue
+        name, opcode, rest = found.groups()
+        called = _CALLED.search(line)
+        part = _named_part(line) or part_of_computation.get(called[1] if called else "", "")
+        part = part or part_of_user.get(name, "")
+        for operand in re.findall(r"%([\w.-]+)", rest.split(", metadata=")[0]):
+            part_of_user[operand] = part or part_of_user.get(operand, "")
+        if opcode not in _HOLDS_OTHERS:
+            parts[name] = part
+    return parts
+
+
+def _named_part(line: str) -> str:
+    """The innermost part in an instruction's name, "" for none."""
+    found = _NAMED.search(line)
+    segments = found[1].split("/") if found else []
+    return next((segment for segment in reversed(segments) if segment in PARTS), "")
+
+
+def part_times(run: Callable[[], Any], parts: Mapping[str, str]) -> Mapping[str, float]:
+    """Part -> milliseconds of its operations in one call of `run`, under the profiler; an operation
+    that several threads share counts once. Operations without a name are "".
+    """
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    times: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            jax.block_until_ready(run())
+        (recorded,) = Path(folder).rglob("*.xplane.pb")
+        for plane in jax.profiler.ProfileData.from_file(str(recorded)).planes:
+            for line in plane.lines:
+                for event in line.events:
+                    if event.name in parts:
+                        times[parts[event.name]] += event.duration_ns / 1e6
+    return times

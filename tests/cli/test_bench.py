@@ -1,5 +1,6 @@
 """`kimi-jax bench`: what it measures, says and refuses."""
 
+import dataclasses
 import json
 import os
 import re
@@ -10,6 +11,8 @@ from commands import CONFIG, assert_refused
 import kimi_jax as kj
 from kimi_jax.cli import main as cli
 from kimi_jax.cli import measure as bench
+from kimi_jax.runtime.probes import parts_of, step_work
+from kimi_jax.runtime.program import make_program
 
 # What cannot be measured.
 
@@ -77,6 +80,69 @@ def test_bench_measures_the_ends_of_contexts(run, monkeypatch):
     for row in rows:
         assert row["ms_per_token"] == pytest.approx(row["selection_ms"] + row["rest_ms"])
     assert rows[0]["rest_by_first"] == rows[2]["rest_by_first"] == 1
+
+
+def test_bench_measures_beside_a_floor(run, monkeypatch):
+    """A prompt, a step and two rows: how far each is from what its weights cost, and its parts."""
+    sizes = dict(PROMPTS=(8,), CONTEXTS=(4,), BATCH=2, PRODUCT=64, COPY=2**16)
+    for name, value in sizes.items():
+        monkeypatch.setattr(bench, f"FLOOR_{name}", value)
+    monkeypatch.setattr(bench, "mini", lambda sparse: CONFIG)
+    monkeypatch.setattr(bench, "REPEATS", 1)
+    words = ("bench", "--floor", "--dtype", "float32", "--chunk", 8, "--steps", 1, "--json")
+    code, out, err = run(*words)
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert code == 0, err
+    steps = [(row["step"], row["context"], row["batch"], row["tokens"]) for row in rows]
+    assert steps == [("prompt", 0, 1, 8), ("decode", 4, 1, 1), ("decode", 0, 2, 1)]
+    for row in rows:
+        assert row["of_floor"] == pytest.approx(row["tokens_per_s"] / row["floor_tokens_per_s"])
+        assert all(row[f"{part}_ms"] > 0 for part in ("experts", "kda", "mla", "mlp", "mix"))
+    refused = run("bench", "--floor", "--prompt", 8)
+    assert_refused(refused, "--floor has rows of its own and takes no --prompt")
+
+
+def test_the_work_of_a_step_is_that_of_its_weights():
+    """Of a row: a product with every matrix, with the experts it asks for alone, once with the
+    head; every weight is read once, of the embedding the row's.
+    """
+    program = make_program(CONFIG, dtype="float32")
+    one, three, batch = (step_work(program, *sizes) for sizes in ((1, 1), (1, 3), (3, 1)))
+    head = 2 * CONFIG.vocab * CONFIG.hidden
+    assert three.operations == 3 * (one.operations - head) + head
+    assert batch.operations == 3 * one.operations
+    expert, layers = 3 * CONFIG.latent * CONFIG.expert_ffn, CONFIG.layers - CONFIG.dense_layers
+    fewer = step_work(make_program(dataclasses.replace(CONFIG, active_experts=1)), 1, 1)
+    assert one.operations - fewer.operations == pytest.approx(2 * expert * layers)
+    packed = expert // 2 + expert // 32
+    assert one.bytes - fewer.bytes == pytest.approx(packed * layers)
+    assert three.bytes - one.bytes == pytest.approx(2 * packed * layers + 2 * 4 * CONFIG.hidden)
+
+
+def test_instructions_belong_to_the_inner_part_and_loops_to_none():
+    hlo = """HloModule step
+
+%fused (p: f32[8]) -> f32[8] {
+  ROOT %tanh.1 = f32[8] tanh(%p), metadata={op_name="jit(step)/layer_0/attention/kda/tanh"}
+}
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %fusion.2 = f32[8] fusion(%x), kind=kLoop, calls=%fused
+  %while.3 = (s32[], f32[8]) while(%t), body=%b, metadata={op_name="jit(step)/mlp/experts/while"}
+  %dot.4 = f32[8] dot(%a, %b), metadata={op_name="jit(step)/layer_0/mlp/experts/dot"}
+  %dot.5 = f32[8] dot(%dot.4, %b)
+  %add.6 = f32[8] add(%dot.5, %x), metadata={op_name="jit(step)/layer_0/mlp/shared/add"}
+  ROOT %copy.7 = f32[8] copy(%add.6)
+}
+"""
+    assert parts_of(hlo) == {
+        "tanh.1": "kda",
+        "fusion.2": "kda",
+        "dot.4": "experts",
+        "dot.5": "shared",
+        "add.6": "shared",
+        "copy.7": "",
+    }
 
 
 def test_a_profile_names_the_parts_and_says_how_it_is_opened(run, monkeypatch, tmp_path):

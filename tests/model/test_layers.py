@@ -1,5 +1,6 @@
 """Norms, SiTU, linear maps, the gated MLP: equal to their equations, bit for bit in bfloat16."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import oracles
@@ -105,3 +106,13 @@ def test_mlp_equals_oracle(rng, dtype):
     w, x = weights_of(module), rng.normal(0, 3, (6, 24))
     expected = oracles.mlp(x, w["w_gate"], w["w_up"], w["w_down"], 4.0, 25.0)
     close(module(jnp.asarray(x, dtype)), expected, MLP_OUTPUT)
+
+
+def test_bfloat16_rows_have_the_bits_of_any_batch(rng):
+    w = jnp.asarray(rng.normal(size=(40, 64)) / 8, jnp.bfloat16)
+    x = jnp.asarray(rng.normal(size=(2, 8, 64)), jnp.bfloat16)
+    wide = jax.jit(linear_wide)
+    of_batch = bits(wide(x, w))
+    for rows in (1, 2, 5):
+        np.testing.assert_array_equal(bits(wide(x[:1, :rows], w)), of_batch[:1, :rows])
+    close(wide(x[0, 0], w), oracles.as_float64(x[0, 0]) @ oracles.as_float64(w).T, LINEAR)

@@ -172,3 +172,29 @@ def test_matmul_equals_the_product_with_unpacked_weights(dtype):
         assert product.dtype == at_least_float32(dtype)
     expected = x.astype(np.float64) @ mxfp4.unpack_numpy(packed, scale).T
     np.testing.assert_allclose(product, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_factors_are_the_decoded_weights_but_for_subnormals(everything):
+    stored = tuple(map(jnp.asarray, everything))
+    pairs = zip(mxfp4._factors(*stored, "float32"), mxfp4.decode(*stored, "float32"), strict=True)
+    for factors, weights in pairs:
+        normal = np.abs(np.asarray(weights, np.float64)) >= 2.0**-126
+        np.testing.assert_array_equal(factors, np.where(normal, weights, 0))
+
+
+@pytest.mark.parametrize("in_hardware", [False, True])
+def test_float32_rows_are_multiplied_as_exactly_in_three_parts(monkeypatch, in_hardware):
+    """All 24 bits of mantissa, small and large numbers."""
+    monkeypatch.setattr(mxfp4, "multiplies_bfloat16", lambda: in_hardware)
+    rng = np.random.default_rng(2)
+    packed = jnp.asarray(rng.integers(0, 256, (32, 128), dtype=np.uint8))
+    scale = jnp.asarray(rng.integers(120, 130, (32, 8), dtype=np.uint8))
+    x = rng.standard_normal((3, 256)).astype(np.float32)
+    x[1] *= 1e-20
+    x[2] = 0
+    x[2, 5] = np.finfo(np.float32).max
+    scale = scale.at[:, 0].set(100)
+    product = jax.jit(mxfp4.matmul)(x, packed, scale)
+    exact = x.astype(np.float64) @ mxfp4.unpack_numpy(*map(np.asarray, (packed, scale))).T
+    size = np.abs(x) @ np.abs(mxfp4.unpack_numpy(*map(np.asarray, (packed, scale)))).T
+    assert (np.abs(np.asarray(product, np.float64) - exact) <= 4e-7 * size).all()

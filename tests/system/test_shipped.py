@@ -65,7 +65,7 @@ def test_streamed_text_equals_the_text_made_at_once(model):
 
 
 def test_a_prompt_longer_than_a_chunk_and_the_selection_is_taken_whole(model, monkeypatch):
-    """Selection bites at 64 keys: 700 tokens in chunks of 256 continue as one forward says, and the
+    """Selection bites at 64 keys: 700 tokens in chunks of 512 continue as one forward says, and the
     bar advances with each.
     """
     advanced = []
@@ -76,4 +76,4 @@ def test_a_prompt_longer_than_a_chunk_and_the_selection_is_taken_whole(model, mo
     logits = model.logits([ids])[0, -1]
     assert reply.tokens == [int(logits.argmax())]
     assert reply.usage.prompt_tokens == 700
-    assert advanced == [256, 256, 188, 1]
+    assert advanced == [512, 188, 1]

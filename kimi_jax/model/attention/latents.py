@@ -3,6 +3,7 @@ data, and over selected rows.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,15 +12,9 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from ...numerics import at_least_float32, widen
 from ...parallel.helix import Partial
-from ..layers import HIGHEST
+from ..layers import dot, multiply_rows
 from ..state import from_cache, read_block
 from ..step import Step
-
-
-def dot(spec: str, a: Array, b: Array) -> Array:
-    """einsum accumulated in at least float32 at full precision, not rounded back."""
-    wide = at_least_float32(a.dtype)
-    return jnp.einsum(spec, a, b, precision=HIGHEST, preferred_element_type=wide)
 
 
 def per_head(x: Float[Array, "B T H i"], w: Float[Array, "H i o"]) -> Float[Array, "B T H o"]:
@@ -28,7 +23,7 @@ def per_head(x: Float[Array, "B T H i"], w: Float[Array, "H i o"]) -> Float[Arra
     """
     B, T, H, _ = x.shape
     rows = jnp.moveaxis(x, 2, 0).reshape(H, B * T, -1)
-    y = dot("hpi,hio->hpo", rows, w).astype(x.dtype)
+    y = multiply_rows(partial(dot, "hpi,hio->hpo"), rows, w).astype(x.dtype)
     return jnp.moveaxis(y.reshape(H, B, T, -1), 0, 2)
 
 

@@ -18,9 +18,9 @@ from ...parallel.collectives import Axis
 from ...parallel.helix import Partial
 from ...parallel.roles import Role
 from ..indexer import head_scores, positive_zero
+from ..layers import dot
 from ..state import from_cache
 from ..step import Step
-from .latents import dot
 from .selection import best_slots
 
 
