@@ -4,8 +4,10 @@ All derive from `InputError`, whose text is safe to print: an error often quotes
 not yet checked. Nothing has been computed, allocated or written when one of them is raised.
 """
 
+import difflib
 import os
 import reprlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +110,18 @@ def label(name: Any) -> str:
     where it is long.
     """
     return shortened(_escaped(str(name)), _NAME)
+
+
+def meant(word: Any, names: Iterable[Any]) -> str:
+    """The end of a message about an unknown word: which of the names it may have been meant for, or
+    nothing where none is near.
+    """
+    known = [name for name in names if isinstance(name, str)]
+    if not isinstance(word, str) or not word.lstrip("-"):
+        return ""
+    near = [name for name in known if name.startswith(word.lower())]
+    near = near or difflib.get_close_matches(word[:_NAME].lower(), known, 1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 class _Quoted(reprlib.Repr):

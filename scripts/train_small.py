@@ -25,6 +25,7 @@ import numpy as np
 import optax
 import regex
 from book import BATCH, BOOK, SHIPPED, split, windows
+from train_tokenizer import train_ranks
 
 import kimi_jax as kj
 from kimi_jax.checkpoint import save_hf, shapes, to_hf
@@ -312,7 +313,7 @@ def figures(step: int, minutes: float, weights: dict, measure, options) -> dict:
 def train(options: argparse.Namespace) -> None:
     """Train for the given minutes; measure and write the folder every minute and at the end."""
     training, held_out = split(BOOK.read_text(encoding="utf-8"))
-    ranks = tokenizer.train_ranks(training, RANKS)
+    ranks = train_ranks(training, RANKS)
     special = {content: RANKS + i for i, content in enumerate(SPECIAL)}
     ids = tokenizer.Tokenizer(ranks, special).encode(held_out)
     program = make_program(

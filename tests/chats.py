@@ -4,12 +4,14 @@ replies are written beforehand.
 
 import dataclasses
 
+from trainer import train_ranks
+
 import kimi_jax as kj
 from kimi_jax.checkpoint import random_tensors, save_hf
 from kimi_jax.generation import chat
 from kimi_jax.generation.requests import Request, RequestOptions
 from kimi_jax.text import chat_format, reply_parser
-from kimi_jax.text.tokenizer import Tokenizer, train_ranks, write_tokenizer
+from kimi_jax.text.tokenizer import Tokenizer, write_tokenizer
 
 TEXT = 'a message says role="user" and tool="get_weather" index="1" type="string" key="city" '
 RANKS = train_ranks(TEXT * 3 + "think response tools call argument 中文 obey the system", 290)

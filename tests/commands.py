@@ -5,11 +5,12 @@ import shutil
 
 import numpy as np
 import pytest
+from trainer import train_ranks
 
 import kimi_jax as kj
 from kimi_jax.checkpoint import random_tensors, save_hf
-from kimi_jax.cli import generate
 from kimi_jax.cli import main as cli
+from kimi_jax.cli import options as cli_options
 from kimi_jax.text import tokenizer
 
 SPECIAL = ("[BOS]", "[EOS]", "[PAD]")
@@ -39,7 +40,7 @@ def saved(tensors, tmp_path_factory):
     """A whole checkpoint with a tokenizer, not to be changed."""
     folder = tmp_path_factory.mktemp("cli") / "checkpoint"
     save_hf(folder, CONFIG.to_hf(), tensors, shard_bytes=40_000)
-    ranks = tokenizer.train_ranks("the cat and the hat and the mat", RANKS)
+    ranks = train_ranks("the cat and the hat and the mat", RANKS)
     tokenizer.write_tokenizer(folder, ranks, {s: RANKS + i for i, s in enumerate(SPECIAL)})
     assert len(list(folder.glob("*.safetensors"))) > 2
     return folder
@@ -59,7 +60,7 @@ def model(saved):
 @pytest.fixture
 def loaded(model, saved, monkeypatch):
     """Every command of the test gets the one model, which compiles once."""
-    monkeypatch.setattr(generate, "SHIPPED", saved)
+    monkeypatch.setattr(cli_options, "SHIPPED", saved)
     monkeypatch.setattr(kj, "load", lambda path, **options: model)
 
 

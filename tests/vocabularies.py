@@ -1,8 +1,9 @@
 """A small vocabulary in many scripts, and the tokenizer that it makes."""
 
 import pytest
+from trainer import train_ranks
 
-from kimi_jax.text.tokenizer import Tokenizer, train_ranks
+from kimi_jax.text.tokenizer import Tokenizer
 
 TEXT = """The quick brown fox jumps over the lazy dog. 
     It's what they'd say: we've, I'm, you'll, don't.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import re
 import sys
@@ -11,7 +10,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from ..errors import CommandError, label, shown
+from ..errors import CommandError, label, meant, shown
 from ..waiting import TELLER
 from .output import note, redirect_output
 
@@ -122,22 +121,14 @@ def make_mesh(options: argparse.Namespace) -> Any:
 
 
 def make_placement(options: argparse.Namespace) -> Any:
-    """The placement that `--place` spells: names with JSON values, plain words or a,b lists."""
+    """The placement that `--place` spells."""
     import kimi_jax as kj
 
-    fields = {field.name: field.default for field in dataclasses.fields(kj.Placement)}
-    values = {}
-    for name, text in options.place or []:
+    values: dict[str, Any] = {}
+    for name, value in options.place or []:
         if name in values:
             raise CommandError(f"--place {name}=... is given twice")
-        if name not in fields:
-            raise CommandError(f"--place {name}=...: no such option, there are {', '.join(fields)}")
-        if isinstance(fields[name], tuple):
-            values[name] = tuple(part for part in text.split(",") if part)
-        elif isinstance(fields[name], int) and not re.fullmatch("[0-9]{1,400}", text):
-            raise CommandError(f"--place {name} takes a whole number, got {shown(text)}")
-        else:
-            values[name] = int(text) if isinstance(fields[name], int) else text
+        values[name] = value
     return kj.Placement(**values)
 
 
@@ -179,7 +170,8 @@ def named_config(name: str) -> Any:
     if name in named:
         return named[name]()
     if not os.path.lexists(name):
-        raise CommandError(f"{shown(name)} is neither k3, k3.1 nor the path of a config")
+        hint = f"; ranks are --mesh 1x{name}" if name.isdecimal() else meant(name, named)
+        raise CommandError(f"{shown(name)} is neither k3, k3.1 nor the path of a config{hint}")
     if os.path.isdir(name):
         check_folder(Path(name))
     return Config.from_hf(name)

@@ -13,11 +13,11 @@ from ..errors import CommandError, shown
 from ..waiting import waiting
 from .devices import check_folder, load_model, use_compilation_cache
 from .options import (
-    SHIPPED,
-    SHIPPED_MODEL,
     add_command,
     add_mesh,
+    add_model,
     add_sampling,
+    model_folder,
     positive,
     sampling_options,
     utf8_text,
@@ -27,7 +27,7 @@ from .output import note, print_error, print_json, print_table, read_standard_in
 
 EXAMPLES = """\
   kimi-jax generate "Alice was beginning to"
-  kimi-jax generate "Alice was" --temperature 0.8 --top-p 0.95 --seed 3 --stop "."
+  kimi-jax generate "Alice was" --temperature 0.8 --top-p 0.95 --seed 3 --stop "\\n\\n"
   kimi-jax generate "The Queen" "The King" --json --logprobs 3
   cat letter.txt | kimi-jax generate - --model /path/to/checkpoint
   kimi-jax generate 12,7,300 --tokens
@@ -45,8 +45,7 @@ def add(commands: Any) -> None:
     add = command.add_argument
     help_prompts = "text to continue; - reads it from standard input, as UTF-8"
     add("prompts", nargs="*", type=utf8_text, metavar="PROMPT", help=help_prompts)
-    help_model = f"checkpoint folder ({SHIPPED_MODEL})"
-    add("--model", type=Path, default=SHIPPED, metavar="PATH", help=help_model)
+    add_model(command, has_path=False)
     add("--tokens", action="store_true", help="prompts are token ids with commas between them")
     help_logprobs = "report log-probabilities, and those of the N most probable tokens"
     add("--logprobs", type=positive, metavar="N", help=help_logprobs)
@@ -63,10 +62,11 @@ def run(options: argparse.Namespace) -> int:
     prompts = _prompts(options)
     settings = {**sampling_options(options), "logprobs": options.logprobs or False}
     is_streamed = len(prompts) == 1 and not (options.json or options.verbose)
+    folder = model_folder(options)
     with waiting("loading the model"):
-        _check_prompts(options, prompts, is_streamed)
+        _check_prompts(options, folder, prompts, is_streamed)
         use_compilation_cache()
-        model = load_model(options.model, options)
+        model = load_model(folder, options)
     if is_streamed:
         _stream(model, prompts[0], settings)
         return 0
@@ -91,18 +91,20 @@ def _prompts(options: argparse.Namespace) -> list[str] | list[list[int]]:
     return [_token_ids(text) for text in texts] if options.tokens else texts
 
 
-def _check_prompts(options: argparse.Namespace, prompts: list, is_streamed: bool) -> None:
+def _check_prompts(
+    options: argparse.Namespace, folder: Path, prompts: list, is_streamed: bool
+) -> None:
     """Refuse prompts that cannot run, before weights are read."""
     from ..config.config import Config
     from ..text.tokenizer import Tokenizer
 
-    check_folder(options.model)
-    config = Config.from_hf(options.model)
-    has_text = Tokenizer.is_in(options.model)
+    check_folder(folder)
+    config = Config.from_hf(folder)
+    has_text = Tokenizer.is_in(folder)
     if not has_text and (options.stop or not options.tokens):
         what = "stop strings need" if options.tokens else "prompts of text need"
         raise CommandError(f"{what} a tokenizer, and this folder has no tokenizer")
-    tokenizer = Tokenizer.from_folder(options.model, config.vocab) if has_text else None
+    tokenizer = Tokenizer.from_folder(folder, config.vocab) if has_text else None
     for at, prompt in enumerate(prompts):
         ids = tokenizer.encode(prompt) if tokenizer and isinstance(prompt, str) else prompt
         beyond = next((token for token in ids if token >= config.vocab), None)

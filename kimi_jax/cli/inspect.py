@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import label, shortened
 from .devices import check_folder
-from .options import SHIPPED, SHIPPED_MODEL, add_command
+from .options import add_command, add_model, model_folder
 from .output import bytes_text, print_table
 
 _MOST_ROWS = 100  # of one part: tensors that the model does not use can have any names
@@ -41,10 +41,10 @@ _PARTS = (  # the first pattern found in a tensor's name says which part of the 
 def add(commands: Any) -> None:
     """Add the command and its options to a parser."""
     about = "show the sizes, layers and tensors of a checkpoint folder, from its headers alone"
-    add = add_command(commands, "inspect", run, about, EXAMPLES).add_argument
-    help_path = f"checkpoint folder ({SHIPPED_MODEL})"
-    add("path", nargs="?", type=Path, default=SHIPPED, metavar="PATH", help=help_path)
-    add("--all", action="store_true", help="list every tensor instead of groups of them")
+    command = add_command(commands, "inspect", run, about, EXAMPLES)
+    add_model(command)
+    help_all = "list every tensor instead of groups of them"
+    command.add_argument("--all", action="store_true", help=help_all)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -52,9 +52,10 @@ def run(options: argparse.Namespace) -> int:
     from ..checkpoint.reader import Checkpoint
     from ..config.config import Config
 
-    check_folder(options.path)
-    config = Config.from_hf(options.path)
-    with Checkpoint(options.path, config) as checkpoint:
+    folder = model_folder(options)
+    check_folder(folder)
+    config = Config.from_hf(folder)
+    with Checkpoint(folder, config) as checkpoint:
         if options.all:
             for name, tensor in checkpoint.tensors.items():
                 print(
@@ -62,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
                     f"{label(tensor.shard)}"
                 )
             return 0
-        print_table(label(options.path), ("", ""), list(_summary(checkpoint, config)))
+        print_table(label(folder), ("", ""), list(_summary(checkpoint, config)))
         columns = ("part", "tensor", "count", "shape", "dtype", "bytes")
         print_table("tensors", columns, list(_groups(checkpoint, config)))
     return 0

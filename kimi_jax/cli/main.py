@@ -11,12 +11,19 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from ..errors import CommandError, InputError
+from ..errors import CommandError, InputError, meant, shortened, shown
 from ..waiting import end_process
-from . import bench, cache, chat, devices, generate, inspect, plan
-from .options import Once, OnceFlag
+from . import bench, cache, devices, generate, inspect, plan
+from .chat import command as chat
+from .options import RENAMED, Once, OnceFlag
 from .output import prepare_streams, print_error, silence_output
 
+EPILOG = """\
+kimi-jax COMMAND --help explains a command with examples. A first try, with the small model of the
+package:
+
+  kimi-jax generate "Alice was beginning to"
+  kimi-jax chat"""
 COMMANDS = (generate, chat, plan, inspect, bench, cache)
 
 
@@ -41,7 +48,12 @@ def _run(argv: Sequence[str] | None) -> tuple[int, str]:
     """The exit code of a command, and why it ended early if it did."""
     try:
         prepare_streams()
-        options = make_parser().parse_args(argv)
+        parser = make_parser()
+        options = parser.parse_args(argv)
+        if "run" not in options:
+            parser.print_help()
+            sys.stdout.flush()
+            return 0, ""
         devices.set_devices(options.devices)
         devices.join_processes(options)
         devices.check_devices(options.devices)
@@ -70,13 +82,41 @@ def _run(argv: Sequence[str] | None) -> tuple[int, str]:
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports bad options in the way every other refusal is reported, options given twice too."""
+    """Reports bad options in the way every other refusal is reported, with the help that explains
+    them and the name that was meant; options given twice too.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         for action in (None, "store"):
             self.register("action", action, Once)
         self.register("action", "store_true", OnceFlag)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Parse, and raise `CommandError` for arguments that this command does not take; argparse
+        would leave them to the parser of all commands, which cannot say what was meant.
+        """
+        options, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            given = [word.partition("=")[0] for word in unknown]
+            hints = (self._hint(name) for name in given if name.startswith("-"))
+            hint = next((hint for hint in hints if hint), "")
+            self.error(f"unrecognized arguments: {shortened(' '.join(unknown), 200)}{hint}")
+        return options, unknown
+
+    def _hint(self, name: str) -> str:
+        moved = RENAMED.get(name)
+        if moved and moved.split()[0] in self._option_string_actions:
+            return f"; it is {moved} here"
+        return meant(name, [known for known in self._option_string_actions if known[:2] == "--"])
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        names = list(map(str, action.choices))
+        kind = "command" if action.dest == argparse.SUPPRESS else "choice"
+        message = f"no such {kind} {shown(value)}, there are {', '.join(names)}"
+        raise argparse.ArgumentError(action, message + meant(value, names))
 
     def error(self, message: str) -> NoReturn:
         """Raise `CommandError`, where argparse would end the program."""
@@ -104,10 +144,11 @@ def make_parser() -> Parser:
     parser = Parser(
         prog="kimi-jax",
         description="Kimi K3 and K3.1-Pro text decoders in JAX.",
-        epilog="kimi-jax COMMAND --help explains a command with examples.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=EPILOG,
     )
     parser.add_argument("--version", nargs=0, action=Version, help="show the version and exit")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for command in COMMANDS:
         command.add(commands)
     return parser

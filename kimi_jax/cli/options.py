@@ -10,8 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..errors import CommandError, shown
+from ..errors import CommandError, meant, shown
 from ..generation.options import option_help
+from ..parallel.choices import ABOUT, CHOICES, PADS, values_text
 
 SHIPPED = Path(__file__).parents[1] / "shipped"
 LARGEST = 2**31 - 1  # of a whole number: int32 holds it
@@ -19,6 +20,16 @@ MOST_DEVICES = 1024  # that JAX simulates in one process within seconds
 DTYPES = ("float32", "bfloat16", "float64")
 MOST_GIGABYTES = 1e9  # of a device: above any
 SHIPPED_MODEL = "the small trained model of the package"
+RENAMED = {  # what an option is called elsewhere, or was
+    "--max-tokens": "--max-new-tokens",
+    "--num-tokens": "--max-new-tokens",
+    "--data": "--mesh DxM, data-parallel ranks first,",
+    "--tp": "--mesh 1xN",
+    "--tensor-parallel-size": "--mesh 1xN",
+    "--users": "--batch",
+    "--prompts": "--input",
+}
+_PLACE_COLUMN = 35  # where help says what an option of a placement does
 HELP = {"dtype": "type of weights and activations"}
 
 
@@ -45,25 +56,49 @@ def add_mesh(command: argparse.ArgumentParser) -> None:
     add = group.add_argument
     help_mesh = "D data-parallel x M model-parallel ranks (1 x all GPUs, or 1 x --devices)"
     add("--mesh", type=mesh_shape, metavar="DxM", help=help_mesh)
-    add_place(group)
     help_chunk = "prefill in chunks of at most T tokens of a request (512 on CPU, else 4096)"
     add("--chunk", type=positive, metavar="T", help=help_chunk)
     help_coordinator = "address of process 0, for a mesh over several processes"
     add("--coordinator", metavar="HOST:PORT", help=help_coordinator)
     add("--processes", type=positive, metavar="N", help="number of processes")
     add("--process-id", type=whole(0), metavar="I", help="number of this process, from 0 on")
+    add_place(command)
 
 
-def add_place(parser: Any) -> None:
-    """The option of commands that partition a model, in a parser or a group of options."""
-    parser.add_argument(
-        "--place",
-        action="append",
-        type=name_and_value,
-        metavar="NAME=VALUE",
-        help="a field of kimi_jax.Placement, which says how the model is partitioned: "
-        "keys=helix, experts=local, pad=heads,vocab; may be repeated",
+def add_place(command: argparse.ArgumentParser) -> None:
+    """The option of commands that partition a model, and what it takes."""
+    lines = []
+    for name, about in ABOUT.items():
+        spelled = f"  {name}={values_text(name)}"
+        if len(spelled) > _PLACE_COLUMN - 2:
+            spelled += "\n"
+            lines.append(f"{spelled}{'':<{_PLACE_COLUMN}}{about}")
+        else:
+            lines.append(f"{spelled:<{_PLACE_COLUMN}}{about}")
+    title = "how the model is partitioned (docs/parallelism.md), the first value is the default:"
+    group = command.add_argument_group("placement", "\n".join([title, *lines]))
+    help_place = "one of these, such as keys=helix or pad=heads,vocab; may be repeated"
+    metavar = "NAME=VALUE"
+    group.add_argument(
+        "--place", action="append", type=placement_option, metavar=metavar, help=help_place
     )
+
+
+def add_model(command: argparse.ArgumentParser, has_path: bool = True) -> None:
+    """The checkpoint folder: `--model`, also without its name where `has_path`."""
+    about = f"checkpoint folder ({SHIPPED_MODEL})"
+    if has_path:
+        command.add_argument("path", nargs="?", type=Path, metavar="PATH", help=about)
+        about = "the same"
+    command.add_argument("--model", type=Path, metavar="PATH", help=about)
+
+
+def model_folder(options: argparse.Namespace) -> Path:
+    """The folder that `add_model` asked for."""
+    path = vars(options).get("path")
+    if path is not None and options.model is not None:
+        raise CommandError(f"the model is given twice, {shown(str(path))} and --model")
+    return path or options.model or SHIPPED
 
 
 def add_sampling(
@@ -229,11 +264,14 @@ def utf8_text(text: str) -> str:
             raise argparse.ArgumentTypeError(f"{shown(text)} is not UTF-8") from error
 
 
+_ESCAPES = {r"\n": "\n", r"\t": "\t", r"\r": "\r", r"\\": "\\"}
+
+
 def stop_text(text: str) -> str:
-    """Text that ends a reply."""
+    r"""Text that ends a reply, in which \n, \t, \r and \\ are read as the characters they name."""
     if not text:
         raise argparse.ArgumentTypeError("an empty stop string would stop at once")
-    return utf8_text(text)
+    return re.sub(r"\\[ntr\\]", lambda found: _ESCAPES[found[0]], utf8_text(text))
 
 
 def mesh_shape(text: str) -> tuple[int, int]:
@@ -244,12 +282,34 @@ def mesh_shape(text: str) -> tuple[int, int]:
     return positive(sizes[0]), positive(sizes[1])
 
 
-def name_and_value(text: str) -> tuple[str, str]:
-    """An option of `Placement` and its value, spelled NAME=VALUE."""
+def placement_option(text: str) -> tuple[str, Any]:
+    """An option of `Placement` and its value, spelled NAME=VALUE or NAME=VALUE,VALUE. What a number
+    may be is checked by `Placement`.
+    """
     name, equals, value = text.partition("=")
     if not equals:
         raise argparse.ArgumentTypeError(f"{shown(text)} is not of the form NAME=VALUE")
-    return name, value
+    if name not in ABOUT:
+        known = f"there are {', '.join(ABOUT)}{meant(name, ABOUT)}"
+        raise argparse.ArgumentTypeError(f"no such option {shown(name)}, {known}")
+    if name == "pad" or name == "expert_axes":
+        found = tuple(part for part in value.split(",") if part)
+        wrong = next((part for part in found if name == "pad" and part not in PADS), None)
+        if wrong is None and (name == "pad" or found in CHOICES[name]):
+            return name, found
+        raise argparse.ArgumentTypeError(_not_a_value(name, value if wrong is None else wrong))
+    if name in CHOICES:
+        if value in CHOICES[name]:
+            return name, value
+        raise argparse.ArgumentTypeError(_not_a_value(name, value))
+    if not re.fullmatch("[0-9]{1,400}", value):
+        raise argparse.ArgumentTypeError(f"{name} takes a whole number, got {shown(value)}")
+    return name, int(value)
+
+
+def _not_a_value(name: str, value: str) -> str:
+    known = PADS if name == "pad" else CHOICES[name]
+    return f"{name} takes {values_text(name)}, got {shown(value)}{meant(value, known)}"
 
 
 def gigabytes(text: str) -> list[float]:

@@ -7,13 +7,13 @@ from typing import Any
 
 from ..errors import CommandError
 from .devices import make_placement, named_config
-from .options import DTYPES, HELP, add_command, add_place, gigabytes, positive
+from .options import DTYPES, HELP, add_command, add_place, gigabytes, mesh_shape, positive
 from .output import print_json
 
 EXAMPLES = """\
-  kimi-jax plan k3.1 --model 8 --context 131072 --batch 64 --hbm 141,288
-  kimi-jax plan k3.1 --data 4 --model 8 --place expert_axes=data,model --hbm 80
-  kimi-jax plan /path/to/checkpoint --model 2 --place latent=sharded
+  kimi-jax plan k3.1 --mesh 1x8 --context 131072 --batch 64 --hbm 141,288
+  kimi-jax plan k3.1 --mesh 4x8 --place expert_axes=data,model --hbm 80
+  kimi-jax plan /path/to/checkpoint --mesh 1x2 --place latent=sharded
 
 Temporaries of a step, about 2 GB at full size, are not in the table; --hbm sets 2 GB aside."""
 
@@ -23,11 +23,13 @@ def add(commands: Any) -> None:
     about = "plan memory: the bytes of each device, from shapes alone, and what fits"
     command = add_command(commands, "plan", run, about, EXAMPLES)
     add = command.add_argument
-    help_config = "k3, k3.1, or the path of a config (k3.1)"
-    add("config", nargs="?", default="k3.1", metavar="CONFIG", help=help_config)
-    add("--model", type=positive, default=1, metavar="N", help="model-parallel ranks (1)")
-    add("--data", type=positive, default=1, metavar="N", help="data-parallel ranks (1)")
-    add("--batch", type=positive, default=1, metavar="B", help="requests on the whole mesh (1)")
+    help_config = "k3, k3.1, or the path of a config or checkpoint folder (k3.1)"
+    add("config", nargs="?", metavar="CONFIG", help=help_config)
+    add("--model", metavar="CONFIG", help="the same")
+    help_mesh = "D data-parallel x M model-parallel ranks (1x1)"
+    add("--mesh", type=mesh_shape, default=(1, 1), metavar="DxM", help=help_mesh)
+    help_batch = "requests that decode together, on the whole mesh (1)"
+    add("--batch", "--users", type=positive, default=1, metavar="B", help=help_batch)
     add("--context", type=positive, metavar="S", help="tokens of each request (4096)")
     add("--dtype", choices=DTYPES, default="bfloat16", help=f"{HELP['dtype']} (bfloat16)")
     help_hbm = "device memories to try, in GB"
@@ -41,9 +43,12 @@ def run(options: argparse.Namespace) -> int:
     from ..runtime.fitting import verdict
     from ..runtime.memory import plan
 
-    config = named_config(options.config)
+    if options.config and options.model:
+        hint = f"; ranks are --mesh 1x{options.model}" if options.model.isdecimal() else ""
+        raise CommandError(f"the model is given twice, as CONFIG and as --model{hint}")
+    config = named_config(options.config or options.model or "k3.1")
     place = make_placement(options)
-    mesh = {"data": options.data, "model": options.model}
+    mesh = dict(zip(("data", "model"), options.mesh, strict=True))
     if options.context is not None and options.context > config.max_positions:
         raise CommandError(
             f"--context {options.context} is over the model's {config.max_positions} tokens"

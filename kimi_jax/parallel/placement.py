@@ -13,8 +13,9 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from ..config.config import Config
-from ..errors import PlacementError, shown
+from ..errors import PlacementError, meant, shown
 from ..numerics import is_whole
+from .choices import CHOICES, PADS
 from .helix import Stripes
 from .mesh import DATA, MODEL, Sizes, mesh_sizes, sizes_text
 from .reductions import Reduction, acting, choose
@@ -27,18 +28,6 @@ _FIXED_AXES = {
     Role.FFN_WIDTH: (MODEL,),
     Role.VOCABULARY: (MODEL,),
 }
-
-_CHOICES = {
-    "rows": ("full", "sliced", "auto"),
-    "keys": ("whole", "helix"),
-    "exchange": ("latents", "values"),
-    "experts": ("exchange", "local", "auto"),
-    "latent": ("whole", "sharded"),
-    "shared": ("whole", "sliced"),
-    "prefill_reduce": ("sum", "two_shot", "ring_fp32", "ring_bf16"),
-    "expert_axes": ((MODEL,), (DATA, MODEL)),
-}
-_PAD = ("heads", "experts", "vocab", "dense", "shared")
 
 # Any value is taken and then checked, so that one error names all that are wrong.
 Word = str | Any
@@ -94,7 +83,7 @@ class Placement:
     ring_granule_rows: Number = 0
 
     def __post_init__(self) -> None:
-        problems = [problem for name in _CHOICES for problem in self._choice_problems(name)]
+        problems = [problem for name in CHOICES for problem in self._choice_problems(name)]
         problems += self._pad_problems()
         for field in dataclasses.fields(self):
             if isinstance(field.default, int):
@@ -111,9 +100,10 @@ class Placement:
             value = tuple(dict.fromkeys(map(str, value)))
         elif isinstance(value, str):
             value = str(value)
-        if type(value) not in (str, tuple) or value not in _CHOICES[name]:
-            known = ", ".join(map(str, _CHOICES[name]))
-            yield f"{name} must be one of {known}, got {shown(value)}"
+        if type(value) not in (str, tuple) or value not in CHOICES[name]:
+            known = ", ".join(map(str, CHOICES[name]))
+            hint = meant(value, CHOICES[name])
+            yield f"{name} must be one of {known}, got {shown(value)}{hint}"
         object.__setattr__(self, name, value)
 
     def _pad_problems(self) -> Iterator[str]:
@@ -122,8 +112,9 @@ class Placement:
             return
         object.__setattr__(self, "pad", tuple(dict.fromkeys(map(str, self.pad))))
         for name in self.pad:
-            if name not in _PAD:
-                yield f"pad: unknown dimension {shown(name)}, known are {', '.join(_PAD)}"
+            if name not in PADS:
+                known = f"known are {', '.join(PADS)}{meant(name, PADS)}"
+                yield f"pad: unknown dimension {shown(name)}, {known}"
 
     def _number_problems(self, name: str) -> Iterator[str]:
         value, low = getattr(self, name), 1 if name in ("ring_pieces", "helix_block") else 0

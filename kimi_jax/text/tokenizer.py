@@ -7,12 +7,11 @@ trusted templates only; and text on the two sides of a special id is encoded apa
 import codecs
 import os
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
-import regex
 import tiktoken
 
 from ..errors import TokenizerError, shown
@@ -31,7 +30,6 @@ __all__ = [
     "RANKS_FILE",
     "StreamDecoder",
     "Tokenizer",
-    "train_ranks",
     "write_tokenizer",
 ]
 
@@ -221,67 +219,6 @@ class StreamDecoder:
     def finish(self) -> str:
         """U+FFFD for an incomplete character, else nothing; resets the decoder."""
         return self._utf8.decode(b"", final=True)
-
-
-def train_ranks(text: str, size: int) -> dict[bytes, int]:
-    """`size` byte-pair ranks: the 256 bytes, then each time the most frequent pair of neighbours.
-
-    A pair is known by its joined bytes, as tiktoken knows it; among equals the smallest bytes come
-    first, so the same text gives the same ranks.
-    """
-    _refuse_surrogates(text)
-    if size < 256:
-        raise TokenizerError(f"size {size} leaves no room for the 256 single bytes")
-    pairs = _Pairs(text)
-    ranks = {bytes([byte]): byte for byte in range(256)}
-    while len(ranks) < size:
-        if not (joined := pairs.most_frequent()):
-            raise TokenizerError(f"the text yields {len(ranks)} ranks, not {size}")
-        ranks.setdefault(joined, len(ranks))
-        pairs.merge(joined)
-    return ranks
-
-
-class _Pairs:
-    """Counts of neighbours in the distinct words of a text, kept current while pairs are merged."""
-
-    def __init__(self, text: str):
-        words = Counter(regex.findall(PATTERN, text, flags=regex.V1))
-        self._words = [[bytes([byte]) for byte in word.encode()] for word in words]
-        self._times = list(words.values())
-        self._counts: dict[bytes, int] = defaultdict(int)
-        self._where: dict[bytes, set[int]] = defaultdict(set)
-        for index in range(len(self._words)):
-            self._count(index, self._times[index])
-
-    def most_frequent(self) -> bytes:
-        """Joined bytes of the most frequent pair, the smallest among equals; empty if none."""
-        most = max(self._counts.values(), default=0)
-        return min((pair for pair, count in self._counts.items() if count == most > 0), default=b"")
-
-    def merge(self, joined: bytes) -> None:
-        """Merges each pair that joins to these bytes."""
-        for index in self._where.pop(joined):
-            self._count(index, -self._times[index])
-            self._words[index] = _merged(self._words[index], joined)
-            self._count(index, self._times[index])
-        self._counts.pop(joined)
-
-    def _count(self, index: int, times: int) -> None:
-        for left, right in pairwise(self._words[index]):
-            self._counts[left + right] += times
-            self._where[left + right].add(index)
-
-
-def _merged(word: list[bytes], joined: bytes) -> list[bytes]:
-    """The word with each pair that makes `joined` merged, from left to right."""
-    merged: list[bytes] = []
-    for part in word:
-        if merged and merged[-1] + part == joined:
-            merged[-1] = joined
-        else:
-            merged.append(part)
-    return merged
 
 
 def _chunks(text: str) -> Iterator[str]:

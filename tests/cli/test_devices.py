@@ -164,14 +164,14 @@ BAD_MESHES = [
     (["--mesh", "8"], "'8' is not of the form 2x4"),
     (["--mesh", "4x4"], "needs 16 devices, JAX has 8"),
     (["--mesh", "1x3"], "heads: 8 over 3 ranks"),
-    (["--place", "expert=local"], "--place expert=...: no such option, there are rows"),
+    (["--place", "expert=local"], "no such option 'expert', there are keys, helix_block"),
     (["--place", "experts"], "'experts' is not of the form NAME=VALUE"),
     (["--place", "pad=vocab", "--place", "pad=heads"], "--place pad=... is given twice"),
     (
         ["--coordinator", "here", "--processes", "2", "--process-id", "0"],
         "--coordinator takes HOST:PORT, got 'here'",
     ),
-    (["--place", "local_below=few"], "--place local_below takes a whole number, got 'few'"),
+    (["--place", "local_below=few"], "--place: local_below takes a whole number, got 'few'"),
     (["--processes", "2"], "--coordinator, --processes and --process-id belong together"),
     (
         ["--coordinator", "h:1", "--processes", "2", "--process-id", "2"],

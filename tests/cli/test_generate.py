@@ -42,7 +42,7 @@ from kimi_jax.cli import generate
         (("a", "--stop", ""), "an empty stop string"),
         (("a", "--logprobs", 0), "--logprobs: '0' is not a whole number from 1"),
         (("a", "--logprobs", 999), "logprobs must be"),
-        (("a", "--dtype", "float8"), "--dtype: invalid choice: 'float8'"),
+        (("a", "--dtype", "float8"), "--dtype: no such choice 'float8'"),
         (("a", "--devices", 0), "--devices: '0' is not a whole number from 1 to 1024"),
         (("a", "--temprature", 1), "unrecognized arguments"),
     ],

@@ -43,10 +43,10 @@ def test_numbers(refused, option, text):
     refused(("generate", "a", f"--{option}", text))
 
 
-@pytest.mark.parametrize("option", ["model", "data", "batch", "context"])
+@pytest.mark.parametrize("option", ["batch", "users", "context"])
 def test_sizes_of_a_plan(refused, option):
     for text in ("0", "-1", HUGE, "１２", "2.5"):
-        refused(("plan", f"--{option}", text), f"--{option}: ", "is not a whole number from 1")
+        refused(("plan", f"--{option}", text), f"--{option}", "is not a whole number from 1")
 
 
 @given(text=st.text(max_size=8) | st.integers().map(str))
@@ -78,9 +78,12 @@ def test_an_option_is_given_once(refused, words, message):
 
 
 def test_options_that_may_be_repeated():
-    words = ["generate", "a", "b", "--stop", "x", "--stop", "y", "--place", "a=b", "--place", "c=d"]
+    words = ["generate", "a", "b", "--stop", "x", "--stop", "y"]
+    words += ["--place", "keys=helix", "--place", "pad=heads,vocab", "--place", "ring_pieces=2"]
     options = cli.make_parser().parse_args(words)
-    assert options.stop == ["x", "y"] and options.place == [("a", "b"), ("c", "d")]
+    assert options.stop == ["x", "y"] and options.place == [
+        ("keys", "helix"), ("pad", ("heads", "vocab")), ("ring_pieces", 2),
+    ]  # fmt: skip
     assert options.prompts == ["a", "b"]
 
 
@@ -116,6 +119,10 @@ def test_meshes_larger_than_the_machine(refused, text):
         (f"helix_block={'9' * 5000}", "takes a whole number"),
         ("sliced_from=", "takes a whole number, got ''"),
         ("ring_pieces=0", "ring_pieces"),
+        ("key=helix", "did you mean keys?"),
+        ("keys=hellix", "keys takes whole|helix, got 'hellix'; did you mean helix?"),
+        ("pad=head", "did you mean heads?"),
+        ("expert_axes=data", "expert_axes takes model|data,model, got 'data'"),
     ],
 )
 def test_placements(refused, text, message):
@@ -126,7 +133,7 @@ def test_placements(refused, text, message):
 @pytest.mark.parametrize("text", [f"helix_block={HUGE}", f"sliced_from={HUGE}"])
 def test_placements_with_numbers_beyond_any_size(run, text):
     """Runs or is refused in words."""
-    code, _, err = run("plan", "k3", "--model", 2, "--place=keys=helix", f"--place={text}")
+    code, _, err = run("plan", "k3", "--mesh", "1x2", "--place=keys=helix", f"--place={text}")
     assert code in (0, 2) and "Traceback" not in err
 
 
@@ -165,3 +172,32 @@ def test_prompts_are_checked_before_weights_are_read(refused, monkeypatch, words
 def test_more_tokens_at_least_than_at_most(refused):
     words = ("generate", "a", "--min-new-tokens", 9, "--max-new-tokens", 8)
     refused(words, "--min-new-tokens 9 is more than --max-new-tokens 8")
+
+
+@pytest.mark.parametrize(
+    "words, message, program",
+    [
+        (("gen",), "no such command 'gen'", "kimi-jax"),
+        (("generate", "a", "--temprature", 1), "--temprature 1; did you mean --temperature?", 0),
+        (("generate", "a", "--max-tokens=3"), "--max-tokens=3; it is --max-new-tokens here", 0),
+        (("chat", "a", "b"), "unrecognized arguments: b", 0),
+        (("plan", "--data", 8), "--data; it is --mesh DxM", 0),
+        (("generate", "a", "--dtype", "bf16"), "'bf16', there are float32, bfloat16, float64", 0),
+    ],
+)
+def test_near_misses_are_named_with_the_help_that_explains_them(refused, words, message, program):
+    refused(words, message, f"(see {program or f'kimi-jax {words[0]}'} --help)")
+
+
+@pytest.mark.parametrize("words", [("plan", "k3", "--model", 8), ("plan", "--model", 8)])
+def test_model_is_a_folder_and_ranks_are_a_mesh(refused, words):
+    refused(words, "ranks are --mesh 1x8")
+    refused(("chat", "x", "--model", "y"), "the model is given twice, 'x' and --model")
+    refused(("inspect", "--model", "nowhere"), "nowhere: no such folder")
+
+
+@pytest.mark.parametrize(
+    "text, stop", [(r"\n\n", "\n\n"), (r"a\tb", "a\tb"), (r"\\n", r"\n"), (r"\d\r", "\\d\r")]
+)
+def test_stop_strings_name_line_breaks(text, stop):
+    assert cli.make_parser().parse_args(["generate", "a", "--stop", text]).stop == [stop]

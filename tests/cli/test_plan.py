@@ -12,7 +12,7 @@ from kimi_jax.config.config import Config
 
 
 def test_a_plan_is_printed_with_what_fits(capsys):
-    options = ["--model", "8", "--context", "131072", "--batch", "64", "--hbm", "141,600"]
+    options = ["--mesh", "1x8", "--context", "131072", "--batch", "64", "--hbm", "141,600"]
     assert cli.main(["plan", "k3.1", *options]) == 0
     out = capsys.readouterr().out
     assert re.search(r"routed experts +180\.807", out)
@@ -26,13 +26,13 @@ def test_a_plan_is_printed_with_what_fits(capsys):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["k3", "--model", "7"], "vocabulary: 163840 over 7 ranks"),
+        (["k3", "--mesh", "1x7"], "vocabulary: 163840 over 7 ranks"),
         (["k3", "--hbm", "much"], "'much' must be sizes in GB"),
         (["k3", "--hbm", "80,1e300"], "'80,1e300' must be sizes in GB"),
         (["k3", "--hbm", "nan"], "'nan' must be sizes in GB"),
-        (["k3", "--batch", str(2**31)], "--batch: '2147483648' is not a whole number"),
+        (["k3", "--batch", str(2**31)], "--users: '2147483648' is not a whole number"),
         (["k3", "--batch", "9" * 5000], "--batch"),
-        (["k3", "--data", "65536", "--model", "65536"], "has more than 2147483647 devices"),
+        (["k3", "--mesh", "65536x65536"], "has more than 2147483647 devices"),
         (["\x1b[2J" * 2000], r"\x1b[2J"),
         (["a\0b"], "is neither k3, k3.1 nor the path of a config"),
         (["k3", "--context", "2000000"], "--context 2000000 is over the model's 1048576 tokens"),
@@ -58,5 +58,5 @@ def test_a_model_of_ten_thousand_layers_is_planned(capsys, tmp_path):
     layers = {"layers": 10_000, "mla_layers": tuple(range(3, 10_000, 4)), "experts": 96}
     config = dataclasses.replace(Config.k3(), **layers)
     (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
-    assert cli.main(["plan", str(tmp_path), "--model", "8", "--hbm", "80"]) == 0
+    assert cli.main(["plan", str(tmp_path), "--mesh", "1x8", "--hbm", "80"]) == 0
     assert "No mesh of up to 64 devices would hold it." in capsys.readouterr().out

@@ -12,7 +12,8 @@ from conftest import ROOT
 
 import kimi_jax as kj
 from kimi_jax.cli import main as cli
-from kimi_jax.cli.terminal import Conversation, Words
+from kimi_jax.cli.chat.screen import Words
+from kimi_jax.cli.chat.terminal import Conversation
 from kimi_jax.text.tokenizer import write_tokenizer
 
 

@@ -5,6 +5,7 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trainer import train_ranks
 
 from kimi_jax.text import tokenizer
 from kimi_jax.text.stops import StopStrings, TextBuilder
@@ -13,7 +14,7 @@ from kimi_jax.text.stops import StopStrings, TextBuilder
 @pytest.fixture(scope="module")
 def words():
     special = {"<|end_of_msg|>": 300}
-    return tokenizer.Tokenizer(tokenizer.train_ranks("ab abc é 漢字 " * 9, 266), special)
+    return tokenizer.Tokenizer(train_ranks("ab abc é 漢字 " * 9, 266), special)
 
 
 def first_stop(text, stops, ignored=0):

@@ -6,27 +6,21 @@ file or a pipe it gets the answers alone, and standard error the rest.
 
 import contextlib
 import dataclasses
-import importlib
 import json
 import os
-import re
 import secrets
 import sys
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
-from rich.cells import cell_len
-from rich.console import Console
-
-from ..errors import ChatError, FileError, PromptError
-from ..files import read_json
-from ..generation.chat import ChatStream, Reply
-from ..generation.requests import Usage
-from ..text.chat_format import render
-from ..text.reply_parser import ChatEvent
-from .output import console
+from ...errors import ChatError, FileError, PromptError
+from ...files import read_json
+from ...generation.chat import ChatStream, Reply
+from ...generation.requests import Usage
+from ...text.chat_format import render
+from ...text.reply_parser import ChatEvent
+from .keyboard import Keyboard
+from .screen import Screen
 
 HELP = """\
 /reset            begin a new conversation (the system prompt stays)
@@ -44,80 +38,6 @@ A line that ends in \\ goes on in the next one; lines between two lines of \"\"\
 Ctrl-C ends a running reply and clears a half-typed line; once more, it leaves."""
 _JSON_BYTES = 2**24  # largest file of tools, or of a schema
 _BLOCK = '"""'
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-
-
-class Words:
-    """Text in pieces, with a line break before a word that would pass the edge of the screen. The
-    word at the end of a piece is held back: the next piece may go on with it.
-    """
-
-    def __init__(self, width: int) -> None:
-        self._width, self._column, self._word = width, 0, ""
-
-    def push(self, text: str) -> str:
-        """The text that can be written now."""
-        written = []
-        for part in re.findall(r"\n|[^\S\n]+|\S+", text):
-            if part.isspace():
-                written += [self.flush(), part]
-                self._column = 0 if part == "\n" else self._column + cell_len(part)
-            else:
-                self._word += part
-        return "".join(written)
-
-    def flush(self) -> str:
-        """The word that was held back."""
-        word, self._word = self._word, ""
-        width = cell_len(word)
-        is_broken = self._column > 0 and self._column + width >= self._width > width
-        self._column = width if is_broken else (self._column + width) % self._width
-        return f"\n{word}" if is_broken else word
-
-
-class Screen:
-    """Where answers and remarks are written."""
-
-    def __init__(self) -> None:
-        self._out = console()
-        self.is_terminal = self._out.is_terminal
-        err = console(stderr=True)
-        self._aside = self._out if self.is_terminal else err
-        self._words, self._style = Words(self._out.width), None
-
-    def answer(self, text: str) -> None:
-        """A piece of an answer."""
-        self._write_words(self._out, text, None)
-
-    def aside(self, text: str) -> None:
-        """A piece of thinking."""
-        self._write_words(self._aside, text, "dim")
-
-    def remark(self, text: str) -> None:
-        """A remark of complete lines, if any."""
-        self._write(self._out, self._words.flush(), self._style)
-        if text:
-            self._write(self._aside, f"{text}\n", "dim")
-
-    def end_answer(self) -> None:
-        """Ends the line of an answer."""
-        self._write_words(self._out, "\n", None)
-
-    def _write_words(self, console: Console, text: str, style: str | None) -> None:
-        if not console.is_terminal:
-            return self._write(console, text, style)
-        if style != self._style:
-            self._write(console, self._words.flush(), self._style)
-            self._style = style
-        self._write(console, self._words.push(text), style)
-
-    def _write(self, console: Console, text: str, style: str | None) -> None:
-        if console.is_terminal:
-            text = _CONTROLS.sub("\ufffd", text)  # what a model writes must not steer a terminal
-        with console.capture() as captured:  # rich would end the program where a pipe is closed
-            console.print(text, end="", style=style, soft_wrap=True)
-        console.file.write(captured.get())
-        console.file.flush()
 
 
 @dataclasses.dataclass
@@ -151,67 +71,6 @@ class Total:
             f"{usage.generated_tokens:,} new tokens at {speed:.1f} tok/s{compiled}",
         )
         return "\n".join(lines)
-
-
-class Keyboard:
-    """Lines of standard input. Where they are typed and prompt_toolkit is installed (the extra
-    `chat`) they can be edited, have a history, and a paste of several lines is one turn; otherwise
-    `input` reads them, with readline where Python has it.
-    """
-
-    def __init__(self, is_typed: bool) -> None:
-        self._is_typed = is_typed
-        self._was_interrupted = False
-        self._editor: Any = None
-        if is_typed and sys.stdin is sys.__stdin__ and find_spec("prompt_toolkit"):
-            self._editor = _editor()
-        elif is_typed and find_spec("readline"):
-            importlib.import_module("readline")  # with it, input() has a history
-
-    def line(self, prompt: str) -> str | None:
-        """The next line; None at the end of the input. Ctrl-C clears a line, and raises
-        KeyboardInterrupt where nothing was typed since the one before.
-        """
-        while True:
-            try:
-                read = self._editor.prompt if self._editor else input
-                line = read(prompt if self._is_typed else "")
-                self._was_interrupted = False
-                return line
-            except EOFError:
-                return None
-            except UnicodeDecodeError as error:
-                raise ChatError(f"the input is not text: {error}") from error
-            except KeyboardInterrupt:
-                if self._was_interrupted or self._editor:
-                    raise
-                self._was_interrupted = True
-                print()
-
-
-def _editor() -> Any:
-    """prompt_toolkit's line editor, its history kept in the user's state folder."""
-    from prompt_toolkit import PromptSession
-    from prompt_toolkit.history import FileHistory, InMemoryHistory
-    from prompt_toolkit.key_binding import KeyBindings
-
-    keys = KeyBindings()
-
-    @keys.add("c-c")
-    def clear(event: Any) -> None:
-        if event.current_buffer.text:
-            event.current_buffer.reset()
-        else:
-            event.app.exit(exception=KeyboardInterrupt)
-
-    base = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    file = base / "kimi_jax" / "chat_history"
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch(0o600)
-    except OSError:
-        return PromptSession(history=InMemoryHistory(), key_bindings=keys)
-    return PromptSession(history=FileHistory(str(file)), key_bindings=keys)
 
 
 class Conversation:

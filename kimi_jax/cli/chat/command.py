@@ -6,27 +6,28 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ..errors import CommandError
-from ..generation.options import (
+from ...errors import CommandError
+from ...generation.options import (
     CHAT_MAX_NEW_TOKENS,
     CHAT_TEMPERATURE,
     CHAT_THINKING_EFFORT,
     CHAT_TOP_P,
 )
-from ..text.messages import EFFORTS, RESPONSE_FORMATS, TOOL_CHOICES
-from ..waiting import waiting
-from .devices import check_folder, load_model, use_compilation_cache
-from .options import (
+from ...text.messages import EFFORTS, RESPONSE_FORMATS, TOOL_CHOICES
+from ...waiting import waiting
+from ..devices import check_folder, load_model, use_compilation_cache
+from ..options import (
     SHIPPED,
-    SHIPPED_MODEL,
     OnceSwitch,
     add_command,
     add_mesh,
+    add_model,
     add_sampling,
+    model_folder,
     sampling_options,
     utf8_text,
 )
-from .output import check_standard_input, note
+from ..output import check_standard_input, note
 
 EXAMPLES = """\
   kimi-jax chat /path/to/checkpoint
@@ -47,8 +48,7 @@ def add(commands: Any) -> None:
     """Add the command and its options to a parser."""
     command = add_command(commands, "chat", run, "hold a conversation in the terminal", EXAMPLES)
     add = command.add_argument
-    help_path = f"checkpoint folder ({SHIPPED_MODEL})"
-    add("path", nargs="?", type=Path, default=SHIPPED, metavar="PATH", help=help_path)
+    add_model(command)
     add("--system", type=utf8_text, metavar="TEXT", help="system prompt")
     help_thinking = "let the model think before it answers (on, but for the small model)"
     add("--thinking", action=OnceSwitch, help=help_thinking)
@@ -66,8 +66,8 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
-    from ..text.chat_format import render
-    from ..text.tokenizer import Tokenizer
+    from ...text.chat_format import render
+    from ...text.tokenizer import Tokenizer
     from .terminal import Conversation
 
     if options.processes and options.processes > 1:
@@ -76,21 +76,22 @@ def run(options: argparse.Namespace) -> int:
         )
     check_standard_input()
     settings = sampling_options(options)
-    check_folder(options.path)
-    wishes = _wishes(options)
-    tokenizer = Tokenizer.from_folder(options.path) if Tokenizer.is_in(options.path) else None
+    folder = model_folder(options)
+    check_folder(folder)
+    wishes = _wishes(options, folder)
+    tokenizer = Tokenizer.from_folder(folder) if Tokenizer.is_in(folder) else None
     greeting = [{"role": "system", "content": options.system or ""}]
     render(tokenizer, greeting, **wishes)  # what cannot be is refused before weights are read
     with waiting("loading the model"):
         use_compilation_cache()
-        model = load_model(options.path, options)
-    if options.path == SHIPPED:
+        model = load_model(folder, options)
+    if folder == SHIPPED:
         note("note: the small model of the package has read one book and no conversation")
     Conversation(model, options.system, **settings, **wishes).run()
     return 0
 
 
-def _wishes(options: argparse.Namespace) -> dict[str, Any]:
+def _wishes(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """What the model is told beside the conversation."""
     from .terminal import read_json_file
 
@@ -100,7 +101,7 @@ def _wishes(options: argparse.Namespace) -> dict[str, Any]:
         response_format = {"type": "json_schema", "json_schema": {"schema": schema}}
     return {
         "tools": read_json_file(options.tools) if options.tools else None,
-        "thinking": options.path != SHIPPED if options.thinking is None else options.thinking,
+        "thinking": folder != SHIPPED if options.thinking is None else options.thinking,
         "thinking_effort": None if options.thinking_effort == "unsaid" else options.thinking_effort,
         "tool_choice": options.tool_choice,
         "response_format": response_format,

@@ -1,0 +1,1 @@
+"""`kimi-jax chat`: a conversation in the terminal, or with a pipe."""
