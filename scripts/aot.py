@@ -139,22 +139,27 @@ def parse() -> argparse.Namespace:
     add("--target", type=Path, metavar="FILE", help="text that describes the GPU (an H200)")
     add("--hlo", type=Path, metavar="FILE", help="write the optimized program, or each one, here")
     add("--bill", action="store_true", help="bytes, launches, waits and products by part")
-    add("--cached", type=int, metavar="N", help="tokens a request has cached (the slots left)")
+    help_cached = "tokens a request has cached, a bill for each number (all slots but the new ones)"
+    add("--cached", type=int, nargs="+", metavar="N", help=help_cached)
     add("--json", action="store_true", help="print one JSON object")
     return p.parse_args()
 
 
-_MEMORY_HELP = """what a device has, instead of what the target says: XLA schedules for it, and
-recomputes and complains where the arguments alone exceed it"""
+_MEMORY_HELP = """what a device has (what the target says, or more where the arguments do not fit):
+XLA schedules for it, and recomputes and complains where the arguments alone exceed it"""
 
 
 def report(options: argparse.Namespace) -> dict[str, Any]:
     """All that is said about a step."""
     target = options.target.read_text() if options.target else TARGET
     real = int(re.findall(r"device_memory_size: *(\d+)", target)[0])
-    memory = round(options.memory_gb * 1e9) if options.memory_gb else real
-    target = re.sub(r"device_memory_size: *\d+", f"device_memory_size: {memory}", target)
     (data, model), config = options.mesh, named_config(options.config)
+    needed = kj.plan(
+        config, {DATA: data, MODEL: model}, kj.Placement(**options.placement),
+        batch=options.batch, context=options.context, dtype=options.dtype,
+    ).total_bytes  # fmt: skip
+    memory = round(options.memory_gb * 1e9) if options.memory_gb else memory_for(needed, real)
+    target = re.sub(r"device_memory_size: *\d+", f"device_memory_size: {memory}", target)
     program = make_program(
         config,
         make_mesh(data, model, target),
@@ -166,6 +171,8 @@ def report(options: argparse.Namespace) -> dict[str, Any]:
     )
     batch = -(-options.batch // data) * data
     tokens = -(-options.rows // batch) if options.step == "prefill" else 1
+    if options.bill:  # a program out of the cache is not dumped
+        jax.config.update("jax_enable_compilation_cache", False)
     with tempfile.TemporaryDirectory() as dump:
         parts, seconds = compile_for(program, options, batch, tokens, Path(dump))
         buffered = {
@@ -175,8 +182,13 @@ def report(options: argparse.Namespace) -> dict[str, Any]:
     texts = {part.name: part.compiled.as_text() for part in parts}
     if options.hlo:
         write_texts(texts, options.hlo)
-    cached = options.context - tokens if options.cached is None else options.cached
-    load = floor.Load(batch, tokens, cached)
+    bills = {
+        cached: bill_of(
+            program, parts, texts, floor.Load(batch, tokens, cached), options.context, buffered
+        )
+        for cached in (options.cached or [options.context - tokens])
+        if options.bill
+    }
     return {
         **{name: getattr(options, name) for name in ("config", "step", "context", "dtype")},
         "mesh": {DATA: data, MODEL: model},
@@ -193,12 +205,16 @@ def report(options: argparse.Namespace) -> dict[str, Any]:
             for part in parts
             for found in collectives(texts[part.name], data * model)
         ],
-        **(
-            {"bill": bill_of(program, parts, texts, load, options.context, buffered)}
-            if options.bill
-            else {}
-        ),
+        "bills": bills,
+        **({"bill": list(bills.values())[-1]} if bills else {}),  # behind the most cached tokens
     }
+
+
+def memory_for(needed: int, real: int) -> int:
+    """The memory to compile for: the target's, or one in which the arguments fit with as much
+    beside them. XLA told less than its arguments take computes again and makes collectives wait.
+    """
+    return real if needed < 0.9 * real else round(1.25 * needed) + 2 * 10**10
 
 
 def compile_for(
@@ -284,7 +300,7 @@ def print_report(found: dict[str, Any]) -> None:
     print(f"peak host memory {found['peak_rss'] / 1e9:.2f} GB")
     if found["memory"] != found["memory_of_target"]:
         print(
-            f"compiled for {found['memory'] / 1e9:.6g} GB of memory; "
+            f"COMPILED FOR {found['memory'] / 1e9:.6g} GB OF MEMORY: "
             f"the target has {found['memory_of_target'] / 1e9:.6g} GB"
         )
     if len(found["programs"]) > 1:
@@ -293,10 +309,11 @@ def print_report(found: dict[str, Any]) -> None:
     for name, count in {**used, "in all": needs}.items():
         print(f"  {name:<12}{count:>20,}")
     if needs > found["memory_of_target"]:
-        print("  MORE THAN THE TARGET HOLDS: XLA then recomputes and orders for memory it lacks")
+        print("  MORE THAN THE TARGET HOLDS")
     print_collectives(found["collectives"], batch * tokens // mesh[DATA])
-    if "bill" in found:
-        bill_report.print_bill(found["bill"])
+    for cached, bill in found["bills"].items():
+        print(f"bill with {cached:,} tokens cached")
+        bill_report.print_bill(bill)
 
 
 def print_collectives(found: list[dict[str, Any]], rows: int) -> None:

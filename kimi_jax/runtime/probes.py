@@ -38,8 +38,10 @@ def compile_step(
     program: Program, B: int, T: int, slots: int, compiler_options: dict[str, Any] | None = None
 ) -> tuple[Any, dict[str, float]]:
     """A step of at least B rows, T tokens each, compiled from shapes, and the seconds of tracing,
-    lowering and compiling. No weight exists.
+    lowering and compiling. No weight exists. Raises ValueError for a program that walks by group:
+    `compile_parts` compiles what that calls.
     """
+    _check_is_one(program)
     B = program.padded_rows(B)
     by_row = NamedSharding(program.mesh, BY_ROW)
     ids = jax.ShapeDtypeStruct((B, T), jnp.int32, sharding=by_row)
@@ -53,12 +55,18 @@ def compile_decode_steps(
     program: Program, B: int, slots: int, compiler_options: dict[str, Any] | None = None
 ) -> tuple[Any, dict[str, float]]:
     """`compile_step` for the multi-step decode of at least B rows, 8 steps a call, greedy."""
+    _check_is_one(program)
     B = program.padded_rows(B)
     rows = _greedy_rows(program, B)
     n = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(program.mesh, REPLICATED))
     steps = jax.jit(program.decode_steps, donate_argnums=1)
     arguments = (program.weight_shapes, program.state_shapes(B, slots), rows, n)
     return _compile(steps, arguments, compiler_options)
+
+
+def _check_is_one(program: Program) -> None:
+    if program.walk == "by_group":
+        raise ValueError("a step that walks by group is several programs: use compile_parts")
 
 
 def _greedy_rows(program: Program, B: int) -> Rows:

@@ -13,14 +13,16 @@ def in_command_buffers(dump: Path) -> frozenset[str]:
     """The names of the instructions that run inside command buffers. Raises FileNotFoundError
     where XLA dumped no sequence of launches.
     """
-    sequences = sorted(dump.glob("*.thunk_sequence_after_thunk_passes.txt"))
-    metadata = sorted(dump.glob("*.thunk_metadata.txt"))
-    if not sequences or not metadata:
+    sequences = sorted(dump.glob("*.thunk_sequence.txt"), key=lambda path: path.stat().st_size)
+    if not sequences:
         raise FileNotFoundError(f"XLA dumped no sequence of launches into {dump}")
-    largest = max(sequences, key=lambda path: path.stat().st_size)
-    names = thunk_names(largest.with_name(largest.name.replace(
-        "thunk_sequence_after_thunk_passes", "thunk_metadata")).read_text())  # fmt: skip
-    return frozenset(names[i] for i in buffered_ids(largest.read_text()) if i in names)
+    first = sequences[-1]
+    after = first.with_name(first.name.replace(".txt", "_after_thunk_passes.txt"))
+    if not after.exists():  # no pass changed anything: no launch was put into a buffer
+        return frozenset()
+    metadata = first.with_name(first.name.replace("thunk_sequence", "thunk_metadata"))
+    names = thunk_names(metadata.read_text())
+    return frozenset(names[i] for i in buffered_ids(after.read_text()) if i in names)
 
 
 def thunk_names(metadata: str) -> dict[int, str]:

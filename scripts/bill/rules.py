@@ -1,8 +1,11 @@
 """How often loops run that do not say it, and which branches count: from the shapes of a step."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 
+import jax.numpy as jnp
+
+from kimi_jax.config.block_sizes import BlockSizes
 from kimi_jax.model import mla
 from kimi_jax.model.experts import slots
 from kimi_jax.model.experts.blocks import block_rows
@@ -17,8 +20,7 @@ def loop_rule(program: Program, load: Load) -> Rule:
     """The turns of a loop of unknown length, by its scope: blocks of keys that a rank holds, blocks
     of rows of its experts at uniform routing, or one token of a multi-step decode.
     """
-    shares, blocks = Shares(program, load), program.implementations.blocks
-    assert blocks is not None
+    shares, blocks = Shares(program, load), _blocks(program)
 
     def turns(scope: str, loop: Instruction) -> tuple[int, str] | None:
         name = op_name(loop.attributes)
@@ -37,38 +39,95 @@ def loop_rule(program: Program, load: Load) -> Rule:
 
 
 def branch_rule(program: Program, load: Load, slots: int) -> Rule:
-    """The branch of a choice by the number of cached keys, or by the slots that a rank's experts
-    take at uniform routing; others are left to the bytes.
+    """The branch of a choice, counted from the one of the most bytes: by the number of cached keys,
+    or by the slots that a rank's experts take at uniform routing. Others are left to the bytes.
     """
-    shares, config = Shares(program, load), program.config
-    blocks = program.implementations.blocks
-    assert blocks is not None
+    shares = Shares(program, load)
 
     def branch(scope: str, conditional: Instruction) -> tuple[int, str] | None:
+        count = len(branches(conditional))
         if scope.startswith("mlp/experts"):
             return expert_branch(program, shares)
-        widths: Callable | None = getattr(mla, "selection_widths", None)
-        if "indexer" not in scope or widths is None:
+        if not scope.startswith("attention/mla"):
             return None
-        local_slots = program.stripes.slots(slots)
-        choices = widths(local_slots, config.index_topk, blocks.narrowest_slots)
-        if len(choices) != len(branches(conditional)):
-            return None
-        local = math.ceil(shares.keys / shares.key_ranks)
-        return sum(local <= width for width in choices[1:]), f"{local} keys"
+        if program.implementations.mla == "static":
+            inside = op_name(conditional.attributes).rpartition("/mla/")[2]
+            if "branch_" in inside:  # a choice within a width
+                return _choice(gathered_widths(program), spread(program, shares), count)
+            return _choice(static_widths(program, load, slots), local_keys(shares), count)
+        widths = mla.selection_widths(
+            program.stripes.slots(slots),
+            program.config.index_topk,
+            _blocks(program).narrowest_slots,
+        )
+        return _choice(widths, local_keys(shares), count) if "indexer" in scope else None
 
     return branch
 
 
+def _choice(widths: Sequence[int], needed: float, branches: int) -> tuple[int, str] | None:
+    """The narrowest of falling widths that holds what is needed."""
+    if len(widths) != branches:
+        return None
+    which = sum(needed <= width for width in widths[1:])
+    return which, f"{needed:.0f} keys in {widths[which]}"
+
+
+def local_keys(shares: Shares) -> int:
+    """Keys of a request that a rank holds."""
+    return math.ceil(shares.keys / shares.key_ranks)
+
+
+def static_widths(program: Program, load: Load, slots: int) -> list[int]:
+    """The widths of `MLA.static`, the most first."""
+    config, blocks, S = program.config, _blocks(program), program.stripes.slots(slots)
+    selects = config.sparse and program.stripes.most(S) > config.index_topk
+    widths = mla.selection_widths(
+        S,
+        config.index_topk // 2 if selects else 1,
+        blocks.narrowest_slots // 2,
+        4 if load.tokens == 1 else 8,
+    )
+    if selects:
+        return widths
+    row_bytes = (
+        Shares(program, load).requests * config.latent_row * jnp.dtype(program.dtype).itemsize
+    )
+    few = [width for width in widths if width * row_bytes <= blocks.dense_bytes]
+    return [S, *(width for width in few if width < S)]
+
+
+def gathered_widths(program: Program) -> list[int]:
+    """The widths of gathered keys where keys are dealt to ranks, the most first."""
+    keep = program.config.index_topk
+    return [width for width in (keep, keep // 2, keep // 4) if width]
+
+
+def spread(program: Program, shares: Shares) -> float:
+    """Selected keys on the rank that holds the most of them for some query: five deviations above
+    the mean of a random choice.
+    """
+    mean = shares.selected / shares.key_ranks
+    return mean + 5 * math.sqrt(mean)
+
+
+def _blocks(program: Program) -> BlockSizes:
+    blocks = program.implementations.blocks
+    assert blocks is not None
+    return blocks
+
+
 def expert_branch(program: Program, shares: Shares) -> tuple[int, str] | None:
-    """The branch of the experts' slots that uniform routing takes on average."""
+    """The branch of the experts' slots that uniform routing takes on average; capacities rise."""
     config, rows, active = program.config, shares.routed_rows, program.config.active_experts
     held = config.experts // shares.expert_ranks
     decoded = slots.decoded_bytes(config, program.dtype)
     layout = slots.sizes(rows, active, held, config.experts, decoded)
     expected = slots.expected_slots(rows, active, held, config.experts, layout.R)
     branch = sum(expected > capacity for capacity in layout.capacities[:-1])
-    return branch, f"{expected:.0f} slots of uniform routing in {layout.capacities[branch]}"
+    return len(
+        layout.capacities
+    ) - 1 - branch, f"{expected:.0f} slots of uniform routing in {layout.capacities[branch]}"
 
 
 def expected_blocks(program: Program, shares: Shares) -> int:

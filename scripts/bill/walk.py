@@ -9,6 +9,7 @@ from .collectives import read_collective
 from .hlo import Instruction, Module, attribute, branches, named_scope, op_name, turns
 from .kernels import FREE, Kernel, kernel
 
+CONTROL = frozenset({"while", "conditional", "call", "async-start"})
 LARGE = 65536  # bytes of a weight or state from which moving it is listed
 
 
@@ -48,7 +49,7 @@ class Loop:
     kind: str  # "loop" or "branch"
     scope: str
     name: str
-    count: int  # turns of one run, or the branch that counts
+    count: int  # turns of one run, or the branch that counts: 0 is that of the most bytes
     reason: str
     runs: int = 1  # of the loop or conditional, in a run of the program
 
@@ -103,7 +104,8 @@ def joined(bills: list[tuple[Bill, int]]) -> Bill:
 
 
 UNKNOWN = "unknown"
-# Turns of an unknown loop, or a branch, for a scope: None where no rule says.
+# Turns of an unknown loop, or a branch counted from that of the most bytes, for a scope: None where
+# no rule says.
 Rule = Callable[[str, Instruction], tuple[int, str] | None]
 
 
@@ -220,12 +222,11 @@ class Walk:
     def _conditional(self, op: Instruction, scope: str, times: int, origins: dict) -> None:
         named = branches(op)
         self.parts[scope].waits += times
-        chosen = self.branch_rule(scope, op)
-        if chosen is None:
-            costs = [self._branch_cost(op, i, origins) for i in range(len(named))]
-            chosen = max(range(len(named)), key=costs.__getitem__), "the most bytes"
-        branch, reason = chosen
-        self.choices[Loop("branch", scope, op.name, branch, f"{reason} of {len(named)}")] += times
+        costs = [self._branch_cost(op, i, origins) for i in range(len(named))]
+        by_cost = sorted(range(len(named)), key=lambda i: -costs[i])
+        which, reason = self.branch_rule(scope, op) or (0, "the most bytes")
+        branch = by_cost[which]
+        self.choices[Loop("branch", scope, op.name, which, f"{reason} of {len(named)}")] += times
         arguments = self._arguments(named[branch], (op.operands[1 + branch],), origins)
         self._run(named[branch], times, arguments)
 
@@ -234,6 +235,17 @@ class Walk:
         name = branches(op)[branch]
         trial._run(name, 1, trial._arguments(name, (op.operands[1 + branch],), origins))
         return sum(part.moved for part in trial.parts.values())
+
+    def scope_of_instruction(self) -> dict[str, str]:
+        """The named scope of every instruction that launches work, in any computation that runs."""
+        fused = {attribute(op, "calls") for b in self.module.bodies.values() for op in b}
+        found = {}
+        for name, body in self.module.bodies.items():
+            if name not in fused:
+                scopes = self._scopes(body)
+                launching = (op for op in body if op.opcode not in FREE | CONTROL)
+                found |= {op.name: scopes[op.name] for op in launching}
+        return found
 
     def _scopes(self, body: list[Instruction]) -> dict[str, str]:
         """The named scope of each instruction; one without any has that of its fused instructions,

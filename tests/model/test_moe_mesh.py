@@ -134,7 +134,7 @@ FACTORS = dict(
     axes=[(MODEL,), BOTH],
     latent=["whole", "sharded"],
     hold=["full", "sliced", "sliced, shared too"],
-    form=["grouped", "dense"],
+    form=["grouped", "slots", "dense"],
     changes=[
         {},
         dict(latent_norm=False, shared_experts=0),

@@ -11,7 +11,7 @@ from tolerances import EXACT
 
 import kimi_jax as kj
 from kimi_jax.errors import RequestError
-from kimi_jax.runtime.probes import compile_parts
+from kimi_jax.runtime.probes import compile_parts, compile_step
 from kimi_jax.runtime.program import default_walk, make_program
 
 # A dense layer, three groups of four, and a tail. A residual block starts in the second group.
@@ -94,6 +94,8 @@ def test_the_programs_of_a_step_compile_from_shapes_alone():
     assert group.alias_size_in_bytes >= sum(x.size * x.dtype.itemsize for x in caches)
     assert set(seconds) == {"lower", "compile"}
     assert len(jax.live_arrays()) == before
+    with pytest.raises(ValueError, match="use compile_parts"):
+        compile_step(program, 2, 1, 32)
 
 
 def test_how_layers_are_walked_follows_the_platform_and_is_checked():

@@ -130,11 +130,11 @@ def test_a_weight_that_is_cut_out_of_its_stack_is_named(bill):
 def test_a_choice_waits_for_the_host_and_costs_the_branch_that_the_rule_names(bill):
     found = account(bill, HLO)
     (choice,) = found.choices
-    assert (choice.kind, choice.count, choice.scope, choice.runs) == ("branch", 1, "head", 1)
+    assert (choice.kind, choice.count, choice.scope, choice.runs) == ("branch", 0, "head", 1)
     assert found.total.waits == 1
     assert found.parts["head"].waits == 1
-    cheap = account(bill, HLO, branch_rule=lambda scope, op: (0, "asked"))
-    assert cheap.choices[0].count == 0
+    cheap = account(bill, HLO, branch_rule=lambda scope, op: (1, "asked"))
+    assert cheap.choices[0].count == 1
     assert found.total.launches - cheap.total.launches == 2  # three kernels for one
     assert found.total.written > cheap.total.written
 
@@ -233,3 +233,16 @@ def test_the_bill_of_a_step_of_several_programs_counts_each_as_often_as_it_is_ca
         calls * move.times for calls in (1, 22) for move in one.moves
     ]
     assert sum(loop.runs for loop in both.choices) == 23 * sum(loop.runs for loop in one.choices)
+
+
+def test_a_program_of_which_nothing_was_buffered_is_told_from_one_that_was_not_dumped(
+    bill, tmp_path
+):
+    with pytest.raises(FileNotFoundError, match="no sequence of launches"):
+        bill["buffers"].in_command_buffers(tmp_path)
+    (tmp_path / "m.thunk_sequence.txt").write_text(SEQUENCE)
+    assert bill["buffers"].in_command_buffers(tmp_path) == frozenset()
+    info = '  thunk_info {\n    profile_annotation: "copy.1"\n    thunk_id: 1\n  }\n'
+    (tmp_path / "m.thunk_metadata.txt").write_text(f"thunk_metadata {{\n{info}}}\n")
+    (tmp_path / "m.thunk_sequence_after_thunk_passes.txt").write_text(SEQUENCE)
+    assert bill["buffers"].in_command_buffers(tmp_path) == {"copy.1"}

@@ -13,8 +13,8 @@ from kimi_jax.model.implementations import DEFINITIONS, Implementations
 from kimi_jax.model.state import KDAState
 
 P, BOTH = kj.Placement, ("data", "model")
-# What GPUs run in attention.
-ON_GPUS = Implementations(kda="transitions", mla="static", blocks=BLOCK_SIZES["gpu"])
+# What GPUs run, but for the ragged exchange.
+ON_GPUS = Implementations(kda="transitions", mla="static", moe="slots", blocks=BLOCK_SIZES["gpu"])
 # Fast and defining forms, every walk over the layers, both types, meshes and placements, pairwise;
 # prompts at once or in chunks of 16 tokens, whose programs all prompts share.
 RUNS = [

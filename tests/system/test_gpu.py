@@ -2,9 +2,11 @@
 
 Tests run on CPU by default. On a machine with GPUs:
 
-    JAX_PLATFORMS=cuda python -m pytest -m gpu tests/test_gpu.py
+    JAX_PLATFORMS=cuda,cpu python -m pytest -m gpu tests/system/test_gpu.py
 
-Where JAX has fewer GPUs than a test needs, the test is skipped and says so.
+One GPU is enough for most of it: exchanges and sums of a single rank with itself, and the model on
+one GPU against the same model on the CPU. Tests run at XLA's default optimisation level. Where JAX
+has fewer GPUs than a test needs, the test is skipped and says so.
 """
 
 import jax
@@ -12,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from devices import BOTH, C, X, groups, loads, per_device, same_bits
+from jax.sharding import AxisType, Mesh
 from models import AWKWARD, prompts, write
 from oracles import close
 from tolerances import LOGITS
@@ -25,7 +28,7 @@ pytestmark = pytest.mark.gpu
 PAD = ("heads", "experts", "vocab", "dense", "shared")
 
 
-@pytest.fixture(scope="module", params=[2, 8])
+@pytest.fixture(scope="module", params=[1, 2, 8])
 def gpus(request):
     """How many GPUs a test uses."""
     found = jax.device_count() if jax.default_backend() == "gpu" else 0
@@ -38,7 +41,7 @@ def gpus(request):
 @pytest.mark.parametrize("axis", [MODEL, BOTH], ids=str)
 def test_the_ragged_exchange_equals_the_padded_one(gpus, axis, dtype):
     """There and back, at counts from none to full."""
-    data = 2 if axis == BOTH else 1
+    data = 2 if axis == BOTH and gpus > 1 else 1
     model = gpus // data
     (group,) = groups(data, model, axis)
     assert len(group) == gpus
@@ -63,19 +66,21 @@ def test_the_ragged_exchange_equals_the_padded_one(gpus, axis, dtype):
 
 
 @pytest.fixture(scope="module")
-def one_gpu(gpus, tmp_path_factory):
-    """A folder of random weights, and what one GPU makes of it."""
+def one_device(gpus, tmp_path_factory):
+    """A folder of random weights, and what one GPU makes of it; what a CPU does for one GPU."""
     folder = write(AWKWARD, tmp_path_factory.mktemp("gpu") / "awkward")
     tokens, lengths = prompts(AWKWARD, [37, 5, 18])
-    model = kj.load(folder, kj.make_mesh(1, 1), dtype="float32")
+    device = jax.devices("cpu" if gpus == 1 else "gpu")[0]
+    mesh = Mesh(np.array([[device]]), BOTH, axis_types=(AxisType.Auto, AxisType.Auto))
+    model = kj.load(folder, mesh, dtype="float32")
     return folder, tokens, lengths, jax.device_get(model.logits(tokens, lengths))
 
 
 @pytest.mark.parametrize("experts", ["exchange", "local"])
 @pytest.mark.parametrize("latent", ["whole", "sharded"])
-def test_a_model_on_several_gpus_equals_one_gpu(gpus, one_gpu, experts, latent):
+def test_a_model_on_several_gpus_equals_one_device(gpus, one_device, experts, latent):
     """Nothing of it divides by the ranks; rows travel by the ragged exchange."""
-    folder, tokens, lengths, expected = one_gpu
+    folder, tokens, lengths, expected = one_device
     place = kj.Placement(pad=PAD, experts=experts, latent=latent)
     model = kj.load(folder, kj.make_mesh(1, gpus), place, dtype="float32")
     assert model.program.implementations.transport == "ragged"
@@ -97,9 +102,9 @@ SLICED = [
 
 
 @pytest.mark.parametrize("place", SLICED, ids=["latents", "values", "auto"])
-def test_helix_keys_and_sliced_rows_on_several_gpus_equal_one_gpu(gpus, one_gpu, place):
+def test_helix_keys_and_sliced_rows_on_several_gpus_equal_one_device(gpus, one_device, place):
     """Prefill, and a state that moves to one GPU and goes on there."""
-    folder, tokens, lengths, expected = one_gpu
+    folder, tokens, lengths, expected = one_device
     model = kj.load(folder, kj.make_mesh(1, gpus), place, dtype="float32")
     last, state = model.prefill(model.new_state(len(lengths), 64), tokens, lengths)
     close(last, expected[np.arange(len(lengths)), lengths - 1], LOGITS)

@@ -95,10 +95,11 @@ def test_every_placement_equals_one_device(folders, one_device, name, mesh, plac
     np.testing.assert_allclose(got, one_device(name, config), atol=EXACT, rtol=0)
 
 
-# What GPUs run in attention, in blocks of a few queries and among few slots.
+# What GPUs run, but for the ragged exchange, in blocks of a few queries and among few slots.
 ON_GPUS = Implementations(
     kda="transitions",
     mla="static",
+    moe="slots",
     chunk=4,
     blocks=blocks_of("gpu", dense_bytes=2**10, select_bytes=2**12, narrowest_slots=8),
 )
@@ -113,7 +114,7 @@ ON_GPUS = Implementations(
     ],
     ids=str,
 )
-def test_attention_as_on_gpus_equals_one_device(folders, one_device, mesh, place):
+def test_what_gpus_run_equals_one_device(folders, one_device, mesh, place):
     name, config = "odd" if place.pad else "meshed", ODD if place.pad else MESHED
     mesh = kj.make_mesh(*mesh)
     model = kj.load(folders(name), mesh, place, dtype="float64", forms=ON_GPUS)
