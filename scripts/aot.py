@@ -135,6 +135,7 @@ def parse() -> argparse.Namespace:
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="(bfloat16)")
     add("--transport", choices=("padded", "ragged"), default="ragged", help="to experts (ragged)")
     add("--walk", choices=WALKS, default="by_group", help="over the layers (by_group)")
+    add("--alike", action="store_true", help=_ALIKE_HELP)
     add("--memory-gb", type=float, metavar="N", help=_MEMORY_HELP)
     add("--target", type=Path, metavar="FILE", help="text that describes the GPU (an H200)")
     add("--hlo", type=Path, metavar="FILE", help="write the optimized program, or each one, here")
@@ -145,6 +146,8 @@ def parse() -> argparse.Namespace:
     return p.parse_args()
 
 
+_ALIKE_HELP = """by_group: compile once the programs that differ only in where residual blocks
+start; the first stands for all of them"""
 _MEMORY_HELP = """what a device has (what the target says, or more where the arguments do not fit):
 XLA schedules for it, and recomputes and complains where the arguments alone exceed it"""
 
@@ -231,7 +234,11 @@ def compile_for(
 
     samples = options.step == "decode_steps"
     if program.walk == "by_group":
-        return compile_parts(program, batch, tokens, options.context, flags, samples=samples)
+        return compile_parts(
+            *(program, batch, tokens, options.context, flags),
+            samples=samples,
+            alike=options.alike,
+        )
     if samples:
         compiled, seconds = compile_decode_steps(program, batch, options.context, flags("step"))
     else:

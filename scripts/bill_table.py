@@ -64,7 +64,7 @@ def _decode(
 
 def _row(name: str, model: str, mesh: str, fields: dict, options: tuple[str, ...]) -> Row:
     place = ("--mesh", mesh, "--placement", json.dumps(fields))
-    return Row(name, (model, *place, *options, "--bill", "--json"))
+    return Row(name, (model, *place, *options, "--alike", "--bill", "--json"))
 
 
 def compiled(row: Row, folder: Path) -> dict[str, Any] | None:

@@ -152,11 +152,16 @@ class KDA(nnx.Module):
     ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
         """The log decay of every key channel, and how strongly a token writes (beta, 0 to 1)."""
         K = self.config.kda_key_dim
-        raw = linear_wide(linear(x, self.w_decay_a[...]), self.w_decay_b[...])
+        # XLA for GPUs joins products of the same rows: those of up to four weights read them where
+        # they lie, those of more, or of a few columns, copy all of them first. Barriers keep these
+        # two products apart from each other and from those of q, k, v and the output gate.
+        x_decay = jax.lax.optimization_barrier(x)
+        x_beta = jax.lax.optimization_barrier(x_decay)
+        raw = linear_wide(linear(x_decay, self.w_decay_a[...]), self.w_decay_b[...])
         dt_bias = self.dt_bias[...].reshape(-1, K)
         bound = self.config.decay_lower_bound
         decay = log_decay(split_heads(raw, K), self.a_log[...], dt_bias, bound)
-        return decay, jax.nn.sigmoid(linear_wide(x, self.w_beta[...]))
+        return decay, jax.nn.sigmoid(linear_wide(x_beta, self.w_beta[...]))
 
     def _mix_tokens(
         self,

@@ -28,6 +28,7 @@ from ..model.state import State
 from ..parallel.collectives import all_reduce
 from ..parallel.on_mesh import BY_MODEL_RANK, model_ranks, on_model_ranks
 from ..parallel.reductions import Reduction
+from .by_group import Part
 from .model_on_mesh import BY_ROW, REPLICATED, STATE, WEIGHTS
 from .program import Program
 from .rows import Rows
@@ -117,10 +118,13 @@ def compile_parts(
     options_of: Callable[[str], dict[str, Any] | None] = lambda name: None,
     *,
     samples: bool = False,
+    alike: bool = False,
 ) -> tuple[list[CompiledPart], dict[str, float]]:
     """`compile_step` for a program that walks by group: every program of a step, and the seconds of
     tracing and lowering and of compiling all of them. `options_of` gives the compiler's options for
     a part by its name. With `samples`, a step of the multi-step decode, of 8 steps a call, greedy.
+    With `alike`, programs that take equal arguments, and so differ in where residual blocks start
+    alone, are compiled once: the first stands for all of them.
     """
     B = program.padded_rows(B)
     by_row = NamedSharding(program.mesh, BY_ROW)
@@ -130,6 +134,7 @@ def compile_parts(
     begin = time.perf_counter()
     arguments = (program.weight_shapes, program.state_shapes(B, slots), ids, lengths)
     parts = list(by_group.parts(*arguments, _greedy_rows(program, B) if samples else None))
+    parts = _first_of_alike(parts) if alike else parts
     lowered_at = time.perf_counter()
     compiled = [
         CompiledPart(part.name, part.calls, part.lowered.compile(options_of(part.name)))
@@ -137,6 +142,17 @@ def compile_parts(
     ]
     seconds = {"lower": lowered_at - begin, "compile": time.perf_counter() - lowered_at}
     return compiled, seconds
+
+
+def _first_of_alike(parts: Sequence[Part]) -> list[Part]:
+    """One part for all that take arguments of equal shapes by equal names, called as often."""
+    first: dict[Any, Part] = {}
+    for part in parts:
+        leaves, tree = jax.tree.flatten(part.lowered.args_info)
+        key = tree, tuple((leaf.shape, leaf.dtype, leaf.donated) for leaf in leaves)
+        same = first.get(key)
+        first[key] = same._replace(calls=same.calls + part.calls) if same else part
+    return list(first.values())
 
 
 def key_selection(model: Runner, B: int, T: int) -> Callable[[State], list]:
