@@ -5,7 +5,9 @@
     python scripts/bill_table.py bills --print                # what is there, nothing compiled
 
 Each program is compiled by a process of its own and kept as JSON in the folder: a table that was
-broken off goes on where it was. `--again` compiles what is there once more. Columns:
+broken off goes on where it was. `--again` compiles what is there once more; rows of other code than
+this are marked (older). Groups of layers that differ in where residual blocks start alone are
+compiled once. Columns:
 
 - bytes, floor: GB that kernels read and write, and that must be touched; `larger`: the larger of
   the seconds of bytes and of products, over that of the floor
@@ -17,6 +19,8 @@ broken off goes on where it was. `--again` compiles what is there once more. Col
 
 import argparse
 import fnmatch
+import hashlib
+import itertools
 import json
 import subprocess
 import sys
@@ -26,6 +30,7 @@ from typing import Any, NamedTuple
 
 AOT = Path(__file__).with_name("aot.py")
 HELIX = {"keys": "helix", "rows": "sliced"}
+PLACES = {"tensor": {}, "helix sliced": HELIX, "helix sliced local": {**HELIX, "experts": "local"}}
 CONTEXT, CHUNK = 131072, 4096
 LAYERS = 93  # of both models
 
@@ -40,15 +45,14 @@ class Row(NamedTuple):
 def programs() -> Iterator[Row]:
     """Every program of the table."""
     for model in ("k3.1", "k3"):
-        for batch in (1, 12, 64):
-            for ranks in (8, 16):
-                for place, fields in (("tensor", {}), ("helix sliced", HELIX)):
-                    yield _decode(model, f"1x{ranks}", batch, place, fields)
+        for batch, ranks in itertools.product((1, 12, 64), (8, 16)):
+            for place, fields in PLACES.items():
+                yield _decode(model, f"1x{ranks}", batch, place, fields)
         for mesh in ("4x8", "1x32"):
             yield _decode(model, mesh, 64, "helix sliced", HELIX)
         yield _decode(model, "1x8", 12, "helix sliced", HELIX, "decode_steps")
         for ranks in (8, 16):
-            for place, fields in (("tensor", {}), ("helix sliced", HELIX)):
+            for place, fields in list(PLACES.items())[:2]:
                 options = ("--step", "prefill", "--rows", str(CHUNK), "--batch", "1")
                 slots = ("--context", str(CONTEXT + CHUNK), "--cached", "0", "32768", str(CONTEXT))
                 yield _row(f"{model} prefill {CHUNK} 1x{ranks} {place}", model, f"1x{ranks}",
@@ -67,6 +71,14 @@ def _row(name: str, model: str, mesh: str, fields: dict, options: tuple[str, ...
     return Row(name, (model, *place, *options, "--alike", "--bill", "--json"))
 
 
+def code_digest() -> str:
+    """A digest of the package's files: which code a bill is of."""
+    digest = hashlib.sha256()
+    for path in sorted((AOT.parents[1] / "kimi_jax").rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
 def compiled(row: Row, folder: Path) -> dict[str, Any] | None:
     """What aot.py reports of a program, which is written to the folder; None where it failed."""
     run = subprocess.run(
@@ -75,7 +87,7 @@ def compiled(row: Row, folder: Path) -> dict[str, Any] | None:
     if run.returncode:
         print(f"{row.name}: failed\n{run.stderr[-2000:]}", file=sys.stderr)
         return None
-    found = json.loads(run.stdout)
+    found = json.loads(run.stdout) | {"code": code_digest()}
     kept = folder / f"{row.name.replace(' ', '_')}.json.part"
     kept.write_text(json.dumps(found, indent=1))
     kept.rename(kept.with_suffix(""))  # only a complete file has the name
@@ -144,6 +156,7 @@ def main() -> None:
         return
     options.folder.mkdir(parents=True, exist_ok=True)
     reports: dict[str, dict[str, Any]] = {}
+    current = code_digest()
     failed = 0
     for row in chosen:
         path = options.folder / f"{row.name.replace(' ', '_')}.json"
@@ -157,9 +170,12 @@ def main() -> None:
     if options.json:
         print(json.dumps(reports))
     else:
+        age = {
+            name: "" if found["code"] == current else "(older) " for name, found in reports.items()
+        }
         print_table(
             [
-                (f"{name}, {int(cached):,} cached", cells(found, bill))
+                (f"{age[name]}{name}, {int(cached):,} cached", cells(found, bill))
                 for name, found in reports.items()
                 for cached, bill in found["bills"].items()
             ]
