@@ -3,12 +3,14 @@ door.
 """
 
 import dataclasses
+import shutil
 
 import jax
 import numpy as np
 
 import kimi_jax as kj
 from kimi_jax.checkpoint import random_tensors, save_hf
+from kimi_jax.cli.options import SHIPPED
 from kimi_jax.model.mxfp4 import expert_quantization
 
 # K3.1 with nothing round: 6 heads, K != V, 10 experts in 2 groups, two dense layers, a gate bound
@@ -58,6 +60,21 @@ SHALLOW_MESHED = dataclasses.replace(MESHED, layers=2, mla_layers=(1,))
 ODD = dataclasses.replace(
     MESHED, vocab=83, kda_heads=6, heads=5, dense_ffn=41, experts=10, active_experts=3,
 )  # fmt: skip
+
+
+# The shallow model with the shipped tokenizer's vocabulary: it reads and writes text.
+_SHIPPED = kj.Config.from_hf(SHIPPED)
+TALKING = dataclasses.replace(
+    SHALLOW, vocab=_SHIPPED.vocab, bos=_SHIPPED.bos, eos=_SHIPPED.eos, pad=_SHIPPED.pad
+)
+
+
+def write_talking(folder) -> str:
+    """A checkpoint folder of TALKING with its tokenizer."""
+    write(TALKING, folder)
+    for name in ("tiktoken.model", "tokenizer_config.json"):
+        shutil.copy(SHIPPED / name, folder)
+    return str(folder)
 
 
 def write(config: kj.Config, folder, seed: int = 0) -> str:

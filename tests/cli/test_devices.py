@@ -151,12 +151,13 @@ def test_devices_after_jax_has_started(run, saved, model, monkeypatch):
     assert_refused(run("inspect", saved, "--devices", 5), "too late")
 
 
-def test_a_mesh_and_a_placement_of_the_command_line_write_the_same_text(capsys):
-    words = ["generate", "The Queen", "--max-new-tokens", "4", "--json"]
+def test_a_mesh_and_a_placement_of_the_command_line_write_the_same_text(capsys, saved):
+    words = ["generate", "the cat", "--model", str(saved), "--max-new-tokens", "4", "--json"]
     assert cli.main([*words, "--mesh", "1x1"]) == 0
     one = json.loads(capsys.readouterr().out)
     place = ["--place", "experts=auto", "--place", "local_below=2", "--place", "latent=sharded"]
-    assert cli.main([*words, "--mesh", "2x4", *place]) == 0
+    place += ["--place", "pad=vocab"]
+    assert cli.main([*words, "--mesh", "4x2", *place]) == 0
     assert json.loads(capsys.readouterr().out)["tokens"] == one["tokens"]
 
 

@@ -5,10 +5,9 @@ import inspect
 
 import numpy as np
 import pytest
-from models import SHALLOW, compilations, write
+from models import SHALLOW, compilations, write, write_talking
 
 import kimi_jax as kj
-from kimi_jax.cli.options import SHIPPED
 from kimi_jax.generation import generate as g
 from kimi_jax.generation import prompts
 from kimi_jax.generation.option_checks import of_one_prompt
@@ -170,8 +169,9 @@ def test_options_compile_few_programs(model):
 
 
 @pytest.fixture(scope="module")
-def shipped():
-    return kj.load(SHIPPED)
+def talking(tmp_path_factory):
+    """A model that reads and writes text."""
+    return kj.load(write_talking(tmp_path_factory.mktemp("talking") / "model"))
 
 
 MIXED = {
@@ -204,20 +204,20 @@ def said(logprobs):
 
 
 @pytest.mark.parametrize("slots", [2, 8])
-def test_a_batch_of_mixed_options_equals_its_requests_one_by_one(shipped, slots):
-    mixed = replies(shipped, PROMPTS, slots=slots, **MIXED)
+def test_a_batch_of_mixed_options_equals_its_requests_one_by_one(talking, slots):
+    mixed = replies(talking, PROMPTS, slots=slots, **MIXED)
     for i, prompt in enumerate(PROMPTS):
         alone = {name: values[i] for name, values in MIXED.items()}
-        assert replies(shipped, [prompt], **alone) == [mixed[i]]
+        assert replies(talking, [prompt], **alone) == [mixed[i]]
     assert len({reason for _, _, reason, _ in mixed}) == 2
 
 
-def test_sampling_may_be_one_a_prompt_too(shipped):
+def test_sampling_may_be_one_a_prompt_too(talking):
     strategies = [kj.Greedy(), kj.Sample(1.0, top_k=4), kj.Sample(2.0), kj.Greedy()]
     options = dict(max_new_tokens=5, stop_tokens=[])
-    mixed = replies(shipped, PROMPTS, sampling=strategies, **options)
+    mixed = replies(talking, PROMPTS, sampling=strategies, **options)
     for i, prompt in enumerate(PROMPTS):
-        assert replies(shipped, [prompt], sampling=strategies[i], **options) == [mixed[i]]
+        assert replies(talking, [prompt], sampling=strategies[i], **options) == [mixed[i]]
 
 
 @pytest.mark.parametrize(
@@ -247,8 +247,8 @@ def test_a_list_of_lists_of_ids_is_one_a_prompt(model, name, value, wanted):
         ([], [()] * 2),
     ],
 )
-def test_a_list_of_lists_of_strings_is_one_a_prompt(shipped, value, wanted):
-    assert [options.stop for options in checked(shipped, 2, stop=value)] == wanted
+def test_a_list_of_lists_of_strings_is_one_a_prompt(talking, value, wanted):
+    assert [options.stop for options in checked(talking, 2, stop=value)] == wanted
 
 
 def test_values_of_a_prompt_are_checked_each(model):

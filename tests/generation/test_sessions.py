@@ -10,11 +10,10 @@ import jax
 import numpy as np
 import pytest
 from jaxtyping import TypeCheckError
-from models import MESHED, write
-from reuse import CHUNK, EVERY, PLACES, cache_of, cold, ids, load, near, same
+from models import MESHED, write, write_talking
+from reuse import CHUNK, EVERY, cache_of, cold, ids, load, near, same
 
 import kimi_jax as kj
-from kimi_jax.cli.options import SHIPPED
 from kimi_jax.generation import chat as conversation
 from kimi_jax.generation import engine, session_state
 from kimi_jax.generation import generate as g
@@ -25,7 +24,7 @@ def folder(tmp_path_factory):
     return write(MESHED, tmp_path_factory.mktemp("sessions") / "model")
 
 
-@pytest.fixture(scope="module", params=PLACES)
+@pytest.fixture(scope="module", params=["one", "2x4"])
 def model(request, folder):
     return load(folder, request.param)
 
@@ -217,8 +216,9 @@ def test_sessions_refuse_by_name(one):
 
 
 @pytest.fixture(scope="module")
-def shipped():
-    return kj.load(SHIPPED, chunk=CHUNK)
+def talking(tmp_path_factory):
+    """A model that reads and writes text."""
+    return kj.load(write_talking(tmp_path_factory.mktemp("talking") / "model"), chunk=CHUNK)
 
 
 def begun(model):
@@ -233,11 +233,11 @@ def begun(model):
 USER = [{"role": "user", "content": "Alice"}]
 
 
-def test_what_is_refused_leaves_a_session_as_it_was(shipped):
+def test_what_is_refused_leaves_a_session_as_it_was(talking):
     """The stream that runs among it."""
-    session, before, stream = begun(shipped)
-    other = dataclasses.replace(shipped, weights=dict(shipped.weights))
-    long = [1] * shipped.config.max_positions
+    session, before, stream = begun(talking)
+    other = dataclasses.replace(talking, weights=dict(talking.weights))
+    long = [1] * talking.config.max_positions
     for refused in (
         lambda: session.chat(USER, max_new_tokens=0),
         lambda: session.chat(USER, stream=True, max_new_tokens=0),
@@ -251,7 +251,7 @@ def test_what_is_refused_leaves_a_session_as_it_was(shipped):
         lambda: other.chat(USER, session=session),
         lambda: other.generate([1], session=session),
         lambda: other.stream([1], session=session),
-        lambda: shipped.generate([[1], [2]], session=session),
+        lambda: talking.generate([[1], [2]], session=session),
     ):
         with pytest.raises((kj.PromptError, kj.ChatError)):
             refused()
@@ -261,7 +261,7 @@ def test_what_is_refused_leaves_a_session_as_it_was(shipped):
     for call in (conversation.chat, g.generate, g.stream):
         prompt = USER if call is conversation.chat else [1]
         with pytest.raises((kj.PromptError, TypeCheckError), match="session"):
-            call(shipped, prompt, session="x")
+            call(talking, prompt, session="x")
     assert next(stream).token is not None
 
 
@@ -293,37 +293,37 @@ def test_tokens_of_a_session_that_are_no_ids_are_refused(one):
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_a_reply_ends_at_its_first_stop_string_on_every_way(shipped, seed):
+def test_a_reply_ends_at_its_first_stop_string_on_every_way(talking, seed):
     """Stop strings cut out of what the model writes: generate, stream, sessions and chat alike."""
     rng = np.random.default_rng(seed)
     options = dict(max_new_tokens=40, stop_tokens=[], temperature=1.0, seed=seed)
     prompt = "Alice was beginning to"
-    text = shipped.generate(prompt, **options)[0].text
-    answer = shipped.chat(USER, thinking=False, **options | dict(stop_tokens=None))
+    text = talking.generate(prompt, **options)[0].text
+    answer = talking.chat(USER, thinking=False, **options | dict(stop_tokens=None))
     for count in (1, 3):
         for whole in (text, answer.text):
             places = [int(rng.integers(0, max(1, len(whole) - 3))) for _ in range(count)]
             stops = [whole[at : at + int(rng.integers(1, 8))] for at in places] + ["\0"]
             ends = sorted((whole.find(stop) + len(stop), whole.find(stop)) for stop in stops[:-1])
             if whole is text:
-                (reply,) = shipped.generate(prompt, stop=stops, **options)
-                events = list(shipped.stream(prompt, stop=stops, trip=3, **options))
-                turn = shipped.session().generate(prompt, stop=stops, **options)
+                (reply,) = talking.generate(prompt, stop=stops, **options)
+                events = list(talking.stream(prompt, stop=stops, trip=3, **options))
+                turn = talking.session().generate(prompt, stop=stops, **options)
                 assert reply.text == turn.text == "".join(event.text for event in events)
                 assert reply.finish_reason == events[-1].finish_reason == "stop"
             else:
-                reply = shipped.chat(
+                reply = talking.chat(
                     USER, thinking=False, stop=stops, **options | dict(stop_tokens=None)
                 )
             assert reply.text == whole[: ends[0][1]]
 
 
-def test_stop_strings_wait_for_min_new_tokens_on_every_way(shipped):
+def test_stop_strings_wait_for_min_new_tokens_on_every_way(talking):
     options = dict(max_new_tokens=40, min_new_tokens=25, stop=["e", " "], stop_tokens=[])
-    (reply,) = shipped.generate("Alice was", **options)
-    stream = [event for event in shipped.stream("Alice was", **options) if event.token is not None]
-    turn = shipped.session().generate("Alice was", **options)
-    answer = shipped.chat(USER, thinking=False, temperature=0.0, **options)
+    (reply,) = talking.generate("Alice was", **options)
+    stream = [event for event in talking.stream("Alice was", **options) if event.token is not None]
+    turn = talking.session().generate("Alice was", **options)
+    answer = talking.chat(USER, thinking=False, temperature=0.0, **options)
     assert len(reply.tokens) == len(stream) == len(turn.tokens) >= 25
     assert reply.finish_reason == "stop" and "e" in reply.text
     assert len(answer.tokens) >= 25
@@ -347,13 +347,15 @@ def test_a_session_leaves_no_prefix_that_a_cold_run_would_not(one):
     same(one.generate([whole], prefix_cache=cache, **EVERY)[0], cold(one, whole))
 
 
-def test_a_chat_of_a_session_equals_one_without(shipped):
+def test_a_chat_of_a_session_equals_one_without(talking):
     """Turn by turn, the whole conversation given; what is written as it was made is known."""
-    model = shipped
+    model = talking
+    words = model.tokenizer.encode(" Alice the and")  # read again, these are the same tokens
     session, messages, before = model.session(max_length=512), [], 0
     for text in ("Alice", "and the Queen?", "why"):
         messages.append({"role": "user", "content": text})
         options = dict(max_new_tokens=12, temperature=0.0)
+        options |= dict(logit_bias={word: 100.0 for word in words})
         reply, wanted = session.chat(messages, **options), model.chat(messages, **options)
         assert (reply.tokens, reply.finish_reason) == (wanted.tokens, "length")
         assert reply.usage.cached_tokens == before

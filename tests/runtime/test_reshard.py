@@ -26,9 +26,8 @@ NEXT = np.array([5, 6, 7])
 # completed from three to four.
 PLACES = [
     ((1, 1), P()),
-    ((1, 8), P()),
-    ((1, 4), P(keys="helix", helix_block=4)),
-    ((1, 2), P(keys="helix", helix_block=64, exchange="values")),
+    ((1, 2), P()),
+    ((1, 8), P(keys="helix", helix_block=4)),
     ((2, 4), P(keys="helix", helix_block=1, rows="sliced", expert_axes=BOTH)),
     ((4, 2), P(rows="sliced", latent="sharded")),
 ]
@@ -106,16 +105,16 @@ def test_padded_heads_are_left_behind_and_made_anew(tmp_path):
     """6 KDA heads over 4 and 8 ranks, 3 requests over 2 data ranks; bfloat16, kept as its bits."""
     odd = write(ODD, tmp_path / "odd")
     states = []
-    for mesh in ((1, 4), (1, 8), (2, 4)):
+    for mesh in ((1, 8), (2, 4)):
         place = P(pad=PAD, keys="helix", helix_block=2)
         model = kj.load(odd, kj.make_mesh(*mesh), place, "bfloat16")
         _, state = model.prefill(model.new_state(3, 40), *prompts(ODD, LENGTHS))
         states.append(whole(state))
-        for other in ((1, 8), (2, 4)):
+        for other in ((1, 4), (1, 8), (2, 4)):
             moved = kj.move(state, place, kj.make_mesh(*other))
             same(whole(moved), states[-1])
     for name, one in states[0].items():
-        assert one.shape == states[1][name].shape == states[2][name].shape
+        assert one.shape == states[1][name].shape
 
 
 def test_layers_that_are_scanned_travel_group_by_group_and_may_be_grouped_anew(tmp_path):
@@ -222,7 +221,7 @@ def test_more_than_the_devices_hold_is_refused(models, monkeypatch):
 # Files
 
 
-@pytest.mark.parametrize("source, target", [(0, 4), (2, 3), (4, 1), (5, 2)])
+@pytest.mark.parametrize("source, target", [(0, 3), (2, 4), (3, 1), (4, 2)])
 def test_a_saved_state_goes_on_elsewhere(models, tmp_path, source, target):
     _, state = after_prompts(models(source))
     state.save(tmp_path / "state")

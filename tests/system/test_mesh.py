@@ -43,20 +43,14 @@ def folders(tmp_path_factory):
 # Equal to one device
 
 LENGTHS = (21, 9, 3)
+# Sizes that divide by nothing, and the other kinds of layers; test_systems.py has the rest.
 RUNS = [
-    ("meshed", (1, 2), P(latent="sharded")),
-    ("meshed", (1, 8), P(experts="auto", local_below=4)),  # decode is local, prefill exchanges
-    ("meshed", (2, 2), P(experts="local", expert_axes=BOTH, latent="sharded")),
-    ("meshed", (2, 4), P(expert_axes=BOTH, latent="sharded")),
-    ("meshed", (4, 2), P(experts="local", latent="sharded")),
     ("odd", (1, 3), P(pad=ALL)),
     ("odd", (2, 4), P(pad=ALL, expert_axes=BOTH, latent="sharded")),
-    ("odd", (1, 5), P(pad=ALL, experts="local")),
-    ("odd", (1, 6), P(pad=ALL)),
+    ("odd", (1, 6), P(pad=ALL, experts="local")),
     ("odd", (1, 4), P(pad=ALL, keys="helix", helix_block=4, rows="sliced")),
     ("odd", (2, 4), P(pad=ALL, keys="helix", helix_block=2, exchange="values", shared="sliced")),
     ("meshed", (1, 4), P(rows="sliced", prefill_reduce="ring_fp32", prefill_ring_rows=1)),
-    ("meshed", (2, 4), P(rows="sliced", shared="sliced", latent="sharded", expert_axes=BOTH)),
     # softplus decay, low-rank gate, softmax router, tied head, two shared experts
     ("family", (1, 4), P(pad=ALL, rows="sliced", experts="local")),
     ("family", (2, 3), P(pad=ALL, expert_axes=BOTH, latent="sharded")),
@@ -109,8 +103,7 @@ ON_GPUS = Implementations(
     "mesh, place",
     [
         ((2, 2), P(latent="sharded")),
-        ((1, 4), P(pad=ALL, keys="helix", helix_block=4, rows="sliced")),
-        ((1, 4), P(pad=ALL, keys="helix", helix_block=2, exchange="values")),
+        ((1, 4), P(pad=ALL, keys="helix", helix_block=4, rows="sliced", exchange="values")),
     ],
     ids=str,
 )
@@ -124,12 +117,10 @@ def test_what_gpus_run_equals_one_device(folders, one_device, mesh, place):
 @pytest.mark.parametrize(
     "place",
     [
-        P(),
-        P(rows="sliced"),
-        P(rows="sliced", shared="sliced", experts="local", latent="sharded"),
-        P(rows="sliced", keys="helix", helix_block=4),
+        P(experts="local", latent="sharded"),
+        P(rows="sliced", shared="sliced", keys="helix", helix_block=4),
     ],
-    ids=["full", "sliced", "sliced local", "sliced helix"],
+    ids=["full", "sliced"],
 )
 def test_nan_in_padding_reaches_no_other_row(folders, place):
     """Padding is computed as token 0. With NaN for its embedding, all rows of padding are NaN from
@@ -156,13 +147,13 @@ def test_nan_in_padding_reaches_no_other_row(folders, place):
 
 
 def test_any_number_of_rows_over_four_ranks_equals_one_device(folders):
-    """One, two, n - 1, n, n + 1 and 5 n + 3 rows in a decode step."""
+    """One, n - 1, n + 1 and 5 n + 3 rows in a decode step."""
     tokens = np.arange(23) % MESHED.vocab
     one, four = (
         kj.load(folders("meshed"), mesh, dtype="float32") for mesh in (None, kj.make_mesh(model=4))
     )
     want, _ = one.decode(one.new_state(23, 16), tokens)
-    for rows in (1, 2, 3, 4, 5, 23):
+    for rows in (1, 3, 5, 23):
         got, _ = four.decode(four.new_state(rows, 16), tokens[:rows])
         worst = np.abs(np.asarray(got) - np.asarray(want)[:rows]).max(-1)
         assert worst.max() < LOGITS["float32"], rows

@@ -216,12 +216,11 @@ def test_the_ring_must_win_twice_in_a_row_by_two_per_cent():
 
 
 def test_the_shipped_model_gives_the_logits_of_the_plain_sum():
-    """64 tokens of trained weights over four ranks in float32, by every algorithm."""
+    """64 tokens of trained weights over four ranks in float32."""
     ids, mesh, logits = np.arange(64)[None] + 40, kj.make_mesh(model=4), {}
-    for how in ("sum", "two_shot", "ring_fp32", "ring_bf16"):
+    for how in ("sum", "ring_bf16"):
         place = kj.Placement(prefill_reduce=how, prefill_ring_rows=16)
         model = kj.load(ROOT / "kimi_jax" / "shipped", mesh, place, "float32")
         logits[how], _ = model.prefill(model.new_state(1, 128), ids)
-    for how in ("two_shot", "ring_fp32", "ring_bf16"):
-        worst = np.abs(np.asarray(logits[how]) - np.asarray(logits["sum"])).max()
-        assert worst < CHOSEN_SUMS, how
+    worst = np.abs(np.asarray(logits["ring_bf16"]) - np.asarray(logits["sum"])).max()
+    assert worst < CHOSEN_SUMS
