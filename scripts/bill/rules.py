@@ -47,7 +47,7 @@ def branch_rule(program: Program, load: Load, slots: int) -> Rule:
     def branch(scope: str, conditional: Instruction) -> tuple[int, str] | None:
         count = len(branches(conditional))
         if scope.startswith("mlp/experts"):
-            return expert_branch(program, shares)
+            return expert_branch(program, shares, count)
         if not scope.startswith("attention/mla"):
             return None
         if program.implementations.mla == "static":
@@ -65,12 +65,16 @@ def branch_rule(program: Program, load: Load, slots: int) -> Rule:
     return branch
 
 
-def _choice(widths: Sequence[int], needed: float, branches: int) -> tuple[int, str] | None:
-    """The narrowest of falling widths that holds what is needed."""
+def _choice(
+    widths: Sequence[int], needed: float, branches: int, what: str = "keys"
+) -> tuple[int, str] | None:
+    """The narrowest of falling widths that holds what is needed; None if these are not the widths
+    of the branches.
+    """
     if len(widths) != branches:
         return None
     which = sum(needed <= width for width in widths[1:])
-    return which, f"{needed:.0f} keys in {widths[which]}"
+    return which, f"{needed:.0f} {what} in {widths[which]}"
 
 
 def local_keys(shares: Shares) -> int:
@@ -117,17 +121,24 @@ def _blocks(program: Program) -> BlockSizes:
     return blocks
 
 
-def expert_branch(program: Program, shares: Shares) -> tuple[int, str] | None:
+def expert_branch(program: Program, shares: Shares, count: int) -> tuple[int, str] | None:
     """The branch of the experts' slots that uniform routing takes on average; capacities rise."""
     config, rows, active = program.config, shares.routed_rows, program.config.active_experts
     held = config.experts // shares.expert_ranks
     decoded = slots.decoded_bytes(config, program.dtype)
-    layout = slots.sizes(rows, active, held, config.experts, decoded)
+    layout = slots.sizes(_rows_of_slots(program, shares), active, held, config.experts, decoded)
     expected = slots.expected_slots(rows, active, held, config.experts, layout.R)
-    branch = sum(expected > capacity for capacity in layout.capacities[:-1])
-    return len(
-        layout.capacities
-    ) - 1 - branch, f"{expected:.0f} slots of uniform routing in {layout.capacities[branch]}"
+    return _choice(layout.capacities[::-1], expected, count, "slots of uniform routing")
+
+
+def _rows_of_slots(program: Program, shares: Shares) -> int:
+    """Rows that the experts of a rank are compiled for: rows that are sliced or sent are padded to
+    slices of equal length.
+    """
+    place, n = program.place, shares.n
+    if place.runs_local_experts(shares.rows) and not place.slices_rows(shares.rows):
+        return shares.routed_rows
+    return shares.expert_ranks // n * n * -(-shares.rows // n)
 
 
 def expected_blocks(program: Program, shares: Shares) -> int:
