@@ -21,6 +21,7 @@ ROLES = {
     "cli": "the command kimi-jax",
     "api": "Model and load",
     "generation": "requests, engine, sessions, chat",
+    "planning": "which mesh and placement to run on",
     "runtime": "compiled programs on a mesh",
     "text": "strings and token ids",
     "checkpoint": "released folders",

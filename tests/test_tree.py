@@ -27,7 +27,7 @@ MODULES = house.read_package(ROOT, "kimi_jax")
 LEVELS = (
     ("cli",),
     ("api",),
-    ("generation",),
+    ("generation", "planning"),
     ("runtime", "text", "checkpoint"),
     ("model", "compilation"),
     ("parallel",),

@@ -10,9 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..errors import CommandError, meant, shown
+from ..errors import CommandError, InputError, meant, shown
 from ..generation.options import option_help
 from ..parallel.choices import ABOUT, CHOICES, PADS, values_text
+from ..planning.gpus import Gpus, read_gpus
 
 SHIPPED = Path(__file__).parents[1] / "shipped"
 LARGEST = 2**31 - 1  # of a whole number: int32 holds it
@@ -151,15 +152,10 @@ def sampling_options(options: argparse.Namespace) -> dict[str, Any]:
             f"--min-new-tokens {options.min_new_tokens} is more than --max-new-tokens "
             f"{options.max_new_tokens}"
         )
-    sampling = Sample(
-        options.temperature,
-        options.top_k,
-        options.top_p,
-        options.min_p,
-        options.repetition_penalty,
-    )
-    names = ("max_new_tokens", "min_new_tokens", "seed", "stop")
-    return {"sampling": sampling, **{name: getattr(options, name) for name in names}}
+    rules = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    Sample(**{name: getattr(options, name) for name in rules})  # refuses what cannot be
+    names = (*rules, "max_new_tokens", "min_new_tokens", "seed", "stop")
+    return {name: getattr(options, name) for name in names}
 
 
 class Once(argparse.Action):
@@ -310,6 +306,14 @@ def placement_option(text: str) -> tuple[str, Any]:
 def _not_a_value(name: str, value: str) -> str:
     known = PADS if name == "pad" else CHOICES[name]
     return f"{name} takes {values_text(name)}, got {shown(value)}{meant(value, known)}"
+
+
+def gpus(text: str) -> Gpus:
+    """GPUs, spelled 8xH200, 2x8xH200 or 8x141."""
+    try:
+        return read_gpus(text)
+    except InputError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def gigabytes(text: str) -> list[float]:

@@ -1,7 +1,7 @@
 """The mesh of devices: its two axes, how one is made, and what is accepted as one."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -69,6 +69,13 @@ def as_mesh(mesh: Any = None) -> Mesh:
     if problems:
         raise PlacementError("\n".join(f"{problem}; {_MAKE_ONE}" for problem in problems))
     return Mesh(devices, (DATA, MODEL), axis_types=(AxisType.Auto, AxisType.Auto))
+
+
+def meshes_of(devices: int) -> Iterator[Sizes]:
+    """The sizes of every mesh of this many devices, the fewest data ranks first."""
+    for data in range(1, devices + 1):
+        if devices % data == 0:
+            yield {DATA: data, MODEL: devices // data}
 
 
 def mesh_sizes(mesh: Any) -> dict[str, int]:

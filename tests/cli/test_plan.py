@@ -15,7 +15,7 @@ def test_a_plan_is_printed_with_what_fits(capsys):
     options = ["--mesh", "1x8", "--context", "131072", "--batch", "64", "--hbm", "141,600"]
     assert cli.main(["plan", "k3.1", *options]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"routed experts +180\.807", out)
+    assert re.search(r"routed experts +180\.8 GB", out)
     assert "141 GB a device: does not fit" in out and "600 GB a device: fits" in out
     assert cli.main(["plan", "k3.1", *options, "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
@@ -23,10 +23,28 @@ def test_a_plan_is_printed_with_what_fits(capsys):
     assert sum(said["terms"].values()) == said["bytes"]["all"]
 
 
+def test_gpus_are_answered_by_a_command_that_the_parser_reads(capsys):
+    words = ["plan", "k3.1", "--users", "64", "--context", "131072", "--gpus"]
+    assert cli.main([*words, "2x8x141"]) == 0
+    out = capsys.readouterr().out
+    (line,) = re.findall("^kimi-jax (generate .*)$", out, re.M)
+    options = cli.make_parser().parse_args(line.replace("HOST", "h").split())
+    assert options.mesh == (1, 16) and ("keys", "helix") in options.place and options.slots == 64
+    assert (options.processes, options.process_id) == (2, 0) and "1x16   keys=helix" in out
+    assert cli.main([*words, "16xH200", "--mesh", "1x16", "--place", "rows=full", "--json"]) == 0
+    first = json.loads(capsys.readouterr().out.splitlines()[0])
+    assert first["mesh"] == {"data": 1, "model": 16} and first["bytes"]["held"] < 141e9
+    assert cli.main([*words, "8xH100", "--mesh", "1x8", "--place", "rows=full"]) == 0
+    assert "0 fit" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
         (["k3", "--mesh", "1x7"], "vocabulary: 163840 over 7 ranks"),
+        (["k3", "--gpus", "8xH2000"], "known are A100"),
+        (["k3", "--gpus", "8xH200", "--hbm", "80"], "leave --hbm out"),
+        (["k3", "--gpus", "8xH200", "--mesh", "1x4"], "--mesh 1x4 is not a mesh of 8 GPUs"),
         (["k3", "--hbm", "much"], "'much' must be sizes in GB"),
         (["k3", "--hbm", "80,1e300"], "'80,1e300' must be sizes in GB"),
         (["k3", "--hbm", "nan"], "'nan' must be sizes in GB"),

@@ -1,0 +1,1 @@
+"""Which mesh and placement to run on, from shapes alone."""
