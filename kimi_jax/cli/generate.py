@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import CommandError, shown
+from ..errors import CommandError, label, shown
 from ..waiting import waiting
 from .devices import check_folder, load_model, use_compilation_cache
 from .options import (
@@ -24,6 +24,15 @@ from .options import (
     whole,
 )
 from .output import note, print_error, print_json, print_table, read_standard_input, write
+from .records import (
+    Output,
+    Record,
+    Tally,
+    in_portions,
+    parse_records,
+    per_prompt,
+    read_records,
+)
 
 EXAMPLES = """\
   kimi-jax generate "Alice was beginning to"
@@ -31,11 +40,17 @@ EXAMPLES = """\
   kimi-jax generate "The Queen" "The King" --json --logprobs 3
   cat letter.txt | kimi-jax generate - --model /path/to/checkpoint
   kimi-jax generate 12,7,300 --tokens
+  kimi-jax generate --input prompts.jsonl --output replies.jsonl --slots 64
   kimi-jax generate "The King" --devices 8 --mesh 2x4 --place experts=local
 
+A line of --input is text or a list of token ids in JSON, or an object with options of that prompt
+alone, named as in Python: {"id": "q1", "prompt": "The Queen", "seed": 3}. --output is written line
+by line as prompts are done: the same command, started again, does the rest.
 One prompt is printed and streamed token by token; its speed goes to standard error. Several are
 decoded as one batch and printed when all are done.
 A line break at the end of standard input is not part of the prompt."""
+
+PORTION = 4096  # prompts of a file that run together
 
 
 def add(commands: Any) -> None:
@@ -51,6 +66,12 @@ def add(commands: Any) -> None:
     add("--logprobs", type=positive, metavar="N", help=help_logprobs)
     help_slots = "batch size of decoding: a finished request makes room for the next (8)"
     add("--slots", type=whole(1, 256), default=8, metavar="N", help=help_slots)
+    help_input = (
+        "prompts, one JSON line each: text, token ids, or an object (see below); - reads them"
+    )
+    add("--input", type=utf8_text, metavar="FILE", help=help_input)
+    help_output = "add completions to a file, one JSON line each; skips the prompts that it holds"
+    add("--output", type=Path, metavar="FILE", help=help_output)
     add("--json", action="store_true", help="print a line of JSON for each completion")
     add("--verbose", action="store_true", help="log each request's events on standard error")
     add_sampling(command, max_new_tokens=64, temperature=0.0, top_p=1.0)
@@ -59,26 +80,82 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
-    prompts = _prompts(options)
+    records = _records(options)
     settings = {**sampling_options(options), "logprobs": options.logprobs or False}
-    is_streamed = len(prompts) == 1 and not (options.json or options.verbose)
+    is_file = bool(options.input or options.output)
+    is_streamed = len(records) == 1 and not (options.json or options.verbose or is_file)
     folder = model_folder(options)
+    output = Output(options.output, _is_first(options)) if options.output else None
+    missing = output.missing(records) if output else records
     with waiting("loading the model"):
-        _check_prompts(options, folder, prompts, is_streamed)
+        _check_prompts(folder, missing, bool(options.stop), is_streamed)
+        if not missing:
+            note(f"all {len(records):,} prompts are in {label(options.output)}: nothing to do")
+            return 0
         use_compilation_cache()
         model = load_model(folder, options)
     if is_streamed:
-        _stream(model, prompts[0], settings)
+        _stream(model, records[0].prompt, settings)
         return 0
-    done = model.generate(prompts, **settings, slots=options.slots, verbose=options.verbose)
-    for prompt, completion in zip(prompts, done, strict=True):
-        _print_completion(model, prompt, completion, options.json)
-    return 1 if any(completion.error for completion in done) else 0
+    return _run_records(options, model, records, missing, output, settings)
 
 
-def _prompts(options: argparse.Namespace) -> list[str] | list[list[int]]:
+def _is_first(options: argparse.Namespace) -> bool:
+    """Whether this is the process that writes."""
+    return not options.process_id
+
+
+def _run_records(
+    options: argparse.Namespace,
+    model: Any,
+    records: list[Record],
+    missing: list[Record],
+    output: Output | None,
+    settings: dict[str, Any],
+) -> int:
+    """Complete the records that are not done; print their completions or write them to a file."""
+    if len(missing) < len(records):
+        done = len(records) - len(missing)
+        note(
+            f"{done:,} of {len(records):,} prompts are in {label(options.output)}: {done:,} skipped"
+        )
+    tally = Tally(len(missing), is_quiet=options.json and output is None)
+    try:
+        for portion in in_portions(missing, PORTION):
+            finish = tally.follow(portion, output)
+            completions = model.generate(
+                [record.prompt for record in portion],
+                **per_prompt(settings, portion),
+                slots=options.slots,
+                verbose=options.verbose,
+                on_completion=finish,
+            )
+            for record, completion in zip(portion, completions, strict=True):
+                if output is None:
+                    _print_completion(model, record, completion, options)
+    except KeyboardInterrupt:
+        if output:
+            note(f"{tally.done:,} of {len(missing):,} done; the same command goes on from there")
+        raise
+    if output or not options.json:
+        note(tally.summary())
+    return 1 if tally.errors else 0
+
+
+# Prompts.
+
+
+def _records(options: argparse.Namespace) -> list[Record]:
+    """The prompts of the command line or of a file."""
+    if options.input:
+        if options.prompts or options.tokens:
+            what = "--tokens" if options.tokens else "prompts"
+            raise CommandError(f"--input takes its prompts from a file: leave {what} out")
+        if options.input == "-":
+            return parse_records(read_standard_input().encode())
+        return read_records(options.input)
     if not options.prompts:
-        raise CommandError("no prompt: give one, or - to read it from standard input")
+        raise CommandError("no prompt: give one, - to read it from standard input, or --input FILE")
     if options.prompts.count("-") > 1:
         raise CommandError("- stands for standard input, which can be one prompt only")
     texts = [
@@ -88,11 +165,12 @@ def _prompts(options: argparse.Namespace) -> list[str] | list[list[int]]:
     for at, text in enumerate(texts):
         if not text.strip() and (options.tokens or not text):
             raise CommandError(f"prompt {at} is empty")
-    return [_token_ids(text) for text in texts] if options.tokens else texts
+    prompts = [_token_ids(text) for text in texts] if options.tokens else texts
+    return [Record(at, prompt) for at, prompt in enumerate(prompts)]
 
 
 def _check_prompts(
-    options: argparse.Namespace, folder: Path, prompts: list, is_streamed: bool
+    folder: Path, records: Sequence[Record], has_stop: bool, is_streamed: bool
 ) -> None:
     """Refuse prompts that cannot run, before weights are read."""
     from ..config.config import Config
@@ -101,22 +179,24 @@ def _check_prompts(
     check_folder(folder)
     config = Config.from_hf(folder)
     has_text = Tokenizer.is_in(folder)
-    if not has_text and (options.stop or not options.tokens):
-        what = "stop strings need" if options.tokens else "prompts of text need"
+    is_text = any(isinstance(record.prompt, str) for record in records)
+    if not has_text and (has_stop or is_text):
+        what = "prompts of text need" if is_text else "stop strings need"
         raise CommandError(f"{what} a tokenizer, and this folder has no tokenizer")
     tokenizer = Tokenizer.from_folder(folder, config.vocab) if has_text else None
-    for at, prompt in enumerate(prompts):
+    for record in records:
+        prompt = record.prompt
         ids = tokenizer.encode(prompt) if tokenizer and isinstance(prompt, str) else prompt
-        beyond = next((token for token in ids if token >= config.vocab), None)
+        beyond = next((t for t in ids if not isinstance(t, int) or not 0 <= t < config.vocab), None)
         if beyond is not None:
             raise CommandError(
-                f"prompt {at}: {shown(beyond)} is not a token id below the vocabulary of "
+                f"prompt {record.id}: {shown(beyond)} is not a token id below the vocabulary of "
                 f"{config.vocab}"
             )
         if is_streamed and len(ids) >= config.max_positions:
             raise CommandError(
-                f"prompt {at} has {len(ids)} tokens: the context of {config.max_positions} leaves "
-                "no room for a reply"
+                f"prompt {record.id} has {len(ids)} tokens: the context of {config.max_positions} "
+                "leaves no room for a reply"
             )
 
 
@@ -161,13 +241,16 @@ def _readable(model: Any, prompt: str | Sequence[int]) -> str:
     return model.tokenizer.decode(prompt) if model.tokenizer else ",".join(map(str, prompt))
 
 
-def _print_completion(model: Any, prompt: Any, completion: Any, as_json: bool) -> None:
-    if as_json:
-        print_json({"prompt": prompt, **dataclasses.asdict(completion)})
+def _print_completion(
+    model: Any, record: Record, completion: Any, options: argparse.Namespace
+) -> None:
+    if options.json or options.input:
+        name = {"id": record.id} if options.input else {}
+        print_json({**name, "prompt": record.prompt, **dataclasses.asdict(completion)})
         return
     separator = "" if model.tokenizer else ","
     reply = completion.tokens if completion.text is None else completion.text
-    print(_readable(model, prompt), _readable(model, reply), sep=separator)
+    print(_readable(model, record.prompt), _readable(model, reply), sep=separator)
     if completion.error:
         print_error(completion.error)
     if completion.logprobs:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from ..errors import CommandError, InputError, meant, shortened, shown
 from ..waiting import end_process
-from . import bench, cache, devices, generate, inspect, plan
+from . import bench, cache, devices, generate, inspect, plan, tokens
 from .chat import command as chat
 from .options import RENAMED, Once, OnceFlag
 from .output import prepare_streams, print_error, silence_output
@@ -24,7 +24,7 @@ package:
 
   kimi-jax generate "Alice was beginning to"
   kimi-jax chat"""
-COMMANDS = (generate, chat, plan, inspect, bench, cache)
+COMMANDS = (generate, chat, tokens, plan, inspect, bench, cache)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -67,6 +67,7 @@ def generate(
     session: SessionState | None = None,
     progress: bool | None = None,
     verbose: bool = False,
+    on_completion: Callable[[int, Completion], None] | None = None,
     **options: Any,
 ) -> list[Completion]:
     """Continue each prompt: a string, a list of strings, or lists of token ids; one `Completion`
@@ -84,6 +85,7 @@ def generate(
     - `session`: a `Session` that the one prompt continues.
     - `progress`: show a bar; None: on a terminal, after a second.
     - `verbose`: print a line for each prompt that begins or ends, on standard error.
+    - `on_completion`: called with the number of a completion and the completion when it ends.
     """
     log = _say if verbose else None
     requests, run_options = _prepare(
@@ -96,8 +98,11 @@ def generate(
     total = sum(len(request.ids) + request.limit for request in requests)
     reports = run(model, requests, run_options)
     with contextlib.closing(reports), Progress("generating", total, show=progress) as bar:
+        running = dict(enumerate(replies))
         for report in _feed(reports, replies):
             bar.advance(report.advanced)
+            _tell_completions(running, on_completion)
+    _tell_completions(running, on_completion)  # also of requests that could not run
     if session and not requests[0].error:
         session.tokens = requests[0].ids + requests[0].tokens
     return [reply.completion() for reply in replies]
@@ -274,6 +279,16 @@ class _TextReply:
         reason = request.finish_reason if is_last else None
         logprob = request.logprobs[i] if request.options.logprobs else None
         return Event(self.pieces[i], request.tokens[i], logprob, reason, request.usage(count))
+
+
+def _tell_completions(
+    running: dict[int, _TextReply], tell: Callable[[int, Completion], None] | None
+) -> None:
+    """Take the replies that have ended out of those that run, and tell of each."""
+    for at in [at for at, reply in running.items() if reply.request.finish_reason]:
+        completion = running.pop(at).completion()
+        if tell is not None:
+            tell(at, completion)
 
 
 def _feed(reports: Iterable[Report], replies: Sequence[_TextReply]) -> Iterator[Report]:

@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 MAX_DEPTH = 100  # levels of lists and objects
-_SURROGATE = re.compile("[\ud800-\udfff]")
+SURROGATE = re.compile("[\ud800-\udfff]")
 _MAX_DIGITS = 4_000  # of a whole number: Python prints and reads no more than 4,300
 _TOO_LARGE = 10**_MAX_DIGITS
 
@@ -57,7 +57,7 @@ def type_name(value: Any) -> str:
 
 def _unwritable_scalar(item: Any) -> str | None:
     if isinstance(item, str):
-        return "it holds half a surrogate pair" if _SURROGATE.search(item) else None
+        return "it holds half a surrogate pair" if SURROGATE.search(item) else None
     if isinstance(item, float):
         return None if math.isfinite(item) else "it holds a number that is not finite"
     if isinstance(item, int):

@@ -1,5 +1,6 @@
 """`kimi-jax generate`: what it prints, and the prompts and options that it refuses."""
 
+import argparse
 import dataclasses
 import io
 import json
@@ -10,6 +11,7 @@ from commands import assert_refused
 
 import kimi_jax as kj
 from kimi_jax.cli import generate
+from kimi_jax.cli.records import Record
 
 # Prompts and options that cannot be used.
 
@@ -101,6 +103,54 @@ def test_several_prompts_are_printed_whole(run, loaded):
     assert code == 0 and out.startswith("the cat") and "\n\na" in out
 
 
+def test_a_file_of_prompts_is_done_once(run, loaded, model, tmp_path):
+    """Its completions are those of the prompts alone, and a second run adds what is missing."""
+    prompts, replies = tmp_path / "prompts.jsonl", tmp_path / "replies.jsonl"
+    lines = ["the cat", {"id": "b", "prompt": [97], "max_new_tokens": 2, "seed": 4}]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = ("generate", "--input", prompts, "--output", replies, "--max-new-tokens", 4)
+    code, out, err = run(*words)
+    assert (code, out) == (0, "") and "2 prompts of" in err and "tok/s" in err
+    first = replies.read_text()
+    done = {line["id"]: line for line in map(json.loads, first.splitlines())}
+    (expected,) = model.generate("the cat", max_new_tokens=4)
+    assert done[1]["tokens"] == expected.tokens and done[1]["text"] == expected.text
+    assert done["b"]["prompt"] == [97] and len(done["b"]["tokens"]) <= 2
+
+    replies.write_text(first + '{"id": 3, "pro')  # as a stopped command would leave it
+    with prompts.open("a") as file:
+        file.write('"a"\n')
+    code, _, err = run(*words)
+    assert code == 0 and "2 of 3 prompts are skipped" in err and "1 prompts of" in err
+    assert replies.read_text().startswith(first) and replies.read_text().count("\n") == 3
+    assert json.loads(replies.read_text().splitlines()[2])["id"] == 3
+    code, _, err = run(*words)
+    assert code == 0 and "nothing to do" in err
+
+
+def test_what_is_done_stays_when_a_run_is_stopped(run, loaded, model, tmp_path, monkeypatch):
+    """Ctrl-C after the first of three."""
+    replies = tmp_path / "replies.jsonl"
+    words = ("generate", "the cat", "a", "b", "--output", replies, "--max-new-tokens", 2)
+
+    class Stopped:
+        tokenizer = model.tokenizer
+
+        def generate(self, prompts, *, on_completion, **options):
+            (completion,) = model.generate(prompts[:1], max_new_tokens=2)
+            on_completion(0, completion)
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kj, "load", lambda *a, **k: Stopped())
+        code, _, err = run(*words)
+    assert code == 130 and "1 of 3 done; the same command goes on" in err
+    code, _, err = run(*words)
+    lines = [json.loads(line) for line in replies.read_text().splitlines()]
+    assert code == 0 and "1 of 3 prompts are skipped" in err
+    assert [line["prompt"] for line in lines] == ["the cat", "a", "b"]
+
+
 def test_standard_input_is_a_prompt(run, loaded, monkeypatch):
     code, direct, _ = run("generate", "the cat\n", "--max-new-tokens", 2)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"the cat\n\n")))
@@ -138,5 +188,6 @@ def test_text_of_several_prompts_ends_before_a_stop_string(capsys):
     usage = kj.Usage(1, 3, 0.0, 0.0)
     completion = kj.Completion([5, 6, 7], ", and th", "stop", None, usage)
     model = type("Model", (), {"tokenizer": object()})()
-    generate._print_completion(model, "The Queen", completion, as_json=False)
+    options = argparse.Namespace(json=False, input=None)
+    generate._print_completion(model, Record(0, "The Queen"), completion, options)
     assert capsys.readouterr().out == "The Queen, and th\n\n"

@@ -47,7 +47,9 @@ def test_unforeseen_errors_keep_their_traceback(run, loaded, monkeypatch):
         run("generate", "the cat")
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "plan", "inspect", "bench", "cache"])
+@pytest.mark.parametrize(
+    "command", ["generate", "chat", "tokens", "plan", "inspect", "bench", "cache"]
+)
 def test_help_teaches_by_example(capsys, command):
     with pytest.raises(SystemExit) as ended:
         cli.main([command, "--help"])
