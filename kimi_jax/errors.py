@@ -5,6 +5,7 @@ not yet checked. Nothing has been computed, allocated or written when one of the
 """
 
 import difflib
+import math
 import os
 import reprlib
 from collections.abc import Iterable
@@ -122,6 +123,16 @@ def meant(word: Any, names: Iterable[Any]) -> str:
     near = [name for name in known if name.startswith(word.lower())]
     near = near or difflib.get_close_matches(word[:_NAME].lower(), known, 1)
     return f"; did you mean {near[0]}?" if near else ""
+
+
+def bytes_text(count: int) -> str:
+    """Bytes for people: four significant digits, or GB without decimals from 1000 on; units are
+    powers of 1000.
+    """
+    power = min(3, int(math.log10(max(1, count))) // 3)
+    value = count / 1000**power
+    unit = ("B", "kB", "MB", "GB")[power]
+    return f"{value:,.0f} {unit}" if value >= 1000 else f"{value:.4g} {unit}"
 
 
 class _Quoted(reprlib.Repr):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import CommandError
+from ..errors import CommandError, bytes_text
 from .devices import (
     load_model,
     make_folder,
@@ -20,7 +20,7 @@ from .devices import (
     use_compilation_cache,
 )
 from .options import DTYPES, HELP, SHIPPED, add_command, add_mesh, positive, positives
-from .output import bytes_text, print_json, print_table, write
+from .output import print_json, print_table, write
 
 EXAMPLES = """\
   kimi-jax bench                              9 layers of random weights

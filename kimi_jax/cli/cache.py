@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from ..errors import bytes_text
 from .options import add_command
-from .output import bytes_text, write
+from .output import write
 
 EXAMPLES = """\
   kimi-jax cache

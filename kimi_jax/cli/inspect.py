@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import label, shortened
+from ..errors import bytes_text, label, shortened
 from .devices import check_folder
 from .options import add_command, add_model, model_folder
-from .output import bytes_text, print_table
+from .output import print_table
 
 _MOST_ROWS = 100  # of one part: tensors that the model does not use can have any names
 _LINE = 400  # characters of the line that shows the kinds of layers

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import os
 import re
 import sys
@@ -124,7 +123,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     table.title_justify = "left"
     table.title_style = "bold"
     for at, column in enumerate(columns):
-        is_numeric = all(re.match(r"[-\d.,e+]+( [kMGT]?B)?$", row[at]) for row in rows)
+        is_numeric = all(re.match(r"[-\d.,e+]+( [kMG]?B|%)?$", row[at]) for row in rows)
         table.add_column(column, justify="right" if is_numeric else "left", overflow="fold")
     for row in rows:
         table.add_row(*row)
@@ -134,9 +133,3 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     with screen.capture() as captured:  # rich would end the program where a pipe is closed
         screen.print(table)
     write(captured.get())
-
-
-def bytes_text(count: int) -> str:
-    """Three figures and a unit, in powers of 1000."""
-    power = min(4, int(math.log10(max(1, count))) // 3)
-    return f"{count} B" if power == 0 else f"{count / 1000**power:.3g} {'kMGT'[power - 1]}B"

@@ -9,10 +9,10 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from ..errors import PlacementError
+from ..errors import PlacementError, bytes_text
 from ..parallel.mesh import DATA, MODEL, sizes_text
 from ..parallel.placement import Placement
-from .memory import MOST, RESERVE, Plan, byte_count, size_text
+from .memory import MOST, RESERVE, Plan, byte_count
 
 MOST_DEVICES = 64  # of the meshes that a verdict tries
 
@@ -26,13 +26,13 @@ def verdict(plan: Plan, memory: float | Any, reserve: float | Any = RESERVE) -> 
     spare = plan.spare(memory, reserve)
     memory = byte_count("memory", memory)
     reserve = byte_count("reserve", reserve)
-    need = f"{size_text(plan.total_bytes)} of {size_text(memory)} a device"
-    kept = f", with {size_text(reserve)} set aside for temporaries" if reserve else ""
+    need = f"{bytes_text(plan.total_bytes)} of {bytes_text(memory)} a device"
+    kept = f", with {bytes_text(reserve)} set aside for temporaries" if reserve else ""
     counted = "Temporaries are not counted in the plan: about 2 GB at full size."
     if spare >= 0:
-        title = f"fits with {size_text(spare)} to spare: {need}{kept}."
+        title = f"fits with {bytes_text(spare)} to spare: {need}{kept}."
         return "\n".join([title, counted, *_growth(plan, memory - reserve)])
-    title = f"does not fit, lacks {size_text(-spare)}: {need}{kept}."
+    title = f"does not fit, lacks {bytes_text(-spare)}: {need}{kept}."
     ways = list(_ways(plan, memory, reserve))
     what = "It would fit:" if ways else f"No mesh of up to {MOST_DEVICES} devices would hold it."
     return "\n".join([title, counted, what, *(f"  {way}" for way in ways)])
@@ -97,14 +97,14 @@ def _ways(plan: Plan, memory: int, reserve: int) -> Iterator[str]:
         placement = dataclasses.replace(plan.placement, **{option: value})
         smaller = _changed(plan, placement=placement) if placement != plan.placement else None
         if smaller and smaller.fits(memory, reserve):
-            size = size_text(smaller.total_bytes)
+            size = bytes_text(smaller.total_bytes)
             yield f'on this mesh with {option}="{value}": {size} a device'
     spread = dataclasses.replace(plan.placement, expert_axes=(DATA, MODEL))
     wider = _changed(plan, placement=spread)
     for change, start in (("", plan), (" with experts over data and model", wider)):
         found = _smallest_mesh(start, memory, reserve) if start else None
         if found:
-            size = size_text(found.total_bytes)
+            size = bytes_text(found.total_bytes)
             yield f"on a mesh of {sizes_text(found.mesh)}{change}: {size} a device"
             return
 

@@ -4,7 +4,6 @@ on a mesh. `fitting` says whether it fits a device's memory, and what would.
 
 import dataclasses
 import functools
-import itertools
 import math
 import os
 from collections import Counter
@@ -18,7 +17,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from ..config.config import Config
-from ..errors import PlacementError, shown
+from ..errors import PlacementError, bytes_text, shown
 from ..model.decoder import Declared, Kimi, declare, kind_spans, new_state
 from ..model.layers import Term
 from ..model.mxfp4 import GROUP, Quantization, expert_quantization
@@ -37,7 +36,6 @@ MOST = 2**31 - 1  # requests and devices: what int32 counts
 DTYPES = ("float32", "bfloat16", "float64")
 _COUNTS = ("data", "model", "batch", "context")
 _MOST_BYTES = 2**63  # of a device
-_UNITS = ("B", "kB", "MB", "GB")
 
 _STATE_TERMS = {
     "memory": "KDA memory",
@@ -174,15 +172,22 @@ class Plan:
         """Whether a device of `memory` bytes holds the plan and the reserve."""
         return self.spare(memory, reserve) >= 0
 
-    def __str__(self) -> str:
+    @property
+    def title(self) -> str:
+        """What is planned, on one line."""
         experts = f"{expert_quantization(self.packed).title} experts"
-        title = (
+        return (
             f"one device of data {self.data} x model {self.model}: {self.dtype}, {experts}, "
             f"batch {self.batch:,}, context {self.context:,}"
         )
-        sums = {"weights": self.weight_bytes, "state": self.state_bytes, "total": self.total_bytes}
-        notes = itertools.chain(_key_notes(self), _row_notes(self), _sum_notes(self))
-        return "\n".join([title, *_table_lines(self.terms, sums), *notes])
+
+    @property
+    def notes(self) -> list[str]:
+        """A line for each thing that a step of the placement does and the table does not show."""
+        return [*_key_notes(self), *_row_notes(self), *_sum_notes(self)]
+
+    def __str__(self) -> str:
+        return "\n".join([self.title, *_table_lines(table_rows(self)), *self.notes])
 
 
 def plan(
@@ -229,11 +234,11 @@ def byte_count(name: str, value: Any) -> int:
     return int(value)
 
 
-def size_text(count: int) -> str:
-    """Four significant digits, or GB without decimals from 1000 on; units are powers of 1000."""
-    power = min(3, int(math.log10(max(1, count))) // 3)
-    value = count / 1000**power
-    return f"{value:,.0f} {_UNITS[power]}" if value >= 1000 else f"{value:.4g} {_UNITS[power]}"
+def table_rows(plan: Plan) -> list[tuple[str, str, str, str]]:
+    """A plan's terms and their sums: name, size, exact bytes, share."""
+    sums = {"weights": plan.weight_bytes, "state": plan.state_bytes, "total": plan.total_bytes}
+    rows = [*plan.terms.items(), *sums.items()]
+    return [(term, bytes_text(n), f"{n:,}", f"{n / plan.total_bytes:.1%}") for term, n in rows]
 
 
 # Arguments.
@@ -393,24 +398,17 @@ def _sum_notes(plan: Plan) -> Iterator[str]:
                 continue
             yield (
                 f"prefill steps of {rows:,} rows: {count} sums by {reduction.algorithm}, each "
-                f"{size_text(cost.sent)} sent in {cost.steps} steps, {size_text(cost.scratch)} of "
-                "scratch"
+                f"{bytes_text(cost.sent)} sent in {cost.steps} steps, {bytes_text(cost.scratch)} "
+                "of scratch"
             )
 
 
-def _table_lines(terms: dict[str, int], sums: dict[str, int]) -> list[str]:
-    """Aligned lines: term, bytes in one unit, exact bytes, share; a rule before the sums."""
-    total = sums["total"]
-    power = min(3, int(math.log10(total)) // 3)
-    decimals = 3 if power else 0
-    rows = [("term", _UNITS[power], "bytes", "share")]
-    rows += [
-        (term, f"{n / 1000**power:.{decimals}f}", f"{n:,}", f"{n / total:.1%}")
-        for term, n in (terms | sums).items()
-    ]
+def _table_lines(rows: list[tuple[str, str, str, str]]) -> list[str]:
+    """Aligned lines of `table_rows`: a rule before the sums."""
+    rows = [("term", "size", "bytes", "share"), *rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
     ]
     rule = "-" * len(lines[0])
-    return [lines[0], rule, *lines[1 : -len(sums)], rule, *lines[-len(sums) :]]
+    return [lines[0], rule, *lines[1:-3], rule, *lines[-3:]]

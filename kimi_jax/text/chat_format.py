@@ -131,7 +131,7 @@ def render(
       dict or its JSON; anything else is rendered as it stands.
     - `tools`: functions with `name`, `description` and `parameters`, bare or as
       `{"type": "function", "function": {...}}`.
-    - `thinking_effort`: tell the model "low", "high" or "max" (None: nothing).
+    - `thinking_effort`: tell the model "low", "medium", "high" or "max" (None: nothing).
     - `tool_choice`: tell it that it must ("required") or must not ("none") call tools ("auto" and
       None: nothing).
     - `response_format`: tell it to answer in JSON: "json_object", or a schema as `{"type":

@@ -12,7 +12,7 @@ from ..errors import shown
 from . import strict_json
 
 ROLES = ("system", "user", "assistant", "tool")
-EFFORTS = ("low", "high", "max")
+EFFORTS = ("low", "medium", "high", "max")
 TOOL_CHOICES = ("auto", "required", "none")
 RESPONSE_FORMATS = ("text", "json_object", "json_schema")
 

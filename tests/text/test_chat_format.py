@@ -213,7 +213,7 @@ def test_tools_that_cannot_be_are_refused(tools, says):
     "options, says",
     [
         ({"thinking": "off"}, "thinking must be True or False, got 'off'"),
-        ({"thinking_effort": "medium"}, "thinking_effort must be low, high or max or None"),
+        ({"thinking_effort": "huge"}, "thinking_effort must be low, medium, high or max or None"),
         ({"thinking_effort": "", "thinking": False}, "thinking_effort must be low"),
         ({"tool_choice": "any"}, "tool_choice must be auto, required or none, got 'any'"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice must be"),
@@ -353,7 +353,7 @@ def test_all_problems_come_in_one_error():
     )
     for part in (
         "tool 0",
-        "thinking_effort must be low, high or max or None",
+        "thinking_effort must be low, medium, high or max or None",
         "message 0",
         "message 1",
     ):
