@@ -3,7 +3,7 @@
 
     score(t, s) = sum_j w[t, j] relu(q[t, j] . k[s] I^-0.5),   w = w_weights x J^-0.5
 
-What is unusual in it, after DeepSeek-V3.2's indexer:
+What is unusual in it, after DeepSeek Sparse Attention (DSA, in the report of DeepSeek-V3.2):
 - queries come from MLA's query latent, head weights from the sublayer's input, and nothing is
   rotated;
 - a choice is exact: of equal scores the lowest position is kept, on any number of ranks;

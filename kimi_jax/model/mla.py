@@ -1,4 +1,5 @@
-"""Gated multi-head latent attention (MLA) over a cache of latent rows.
+"""Gated multi-head latent attention (MLA) over a cache of latent rows. MLA: DeepSeek-V2, arXiv
+2405.04434.
 
 What is unusual in it:
 - a token leaves one row [c, k_rope] in the cache, for all heads together. Expanded (the

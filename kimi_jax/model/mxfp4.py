@@ -1,7 +1,8 @@
 """MXFP4 weights: two 4-bit floats in a byte, low nibble first, and a power of two for 32 inputs.
 
 A nibble is a sign (bit 3) and a magnitude out of 0, 0.5, 1, 1.5, 2, 3, 4, 6 (E2M1). A scale byte s
-(E8M0) stands for 2^(s - 127); 255 is not a scale, and the checkpoint reader refuses it.
+(E8M0) stands for 2^(s - 127); 255 is not a scale, and the checkpoint reader refuses it. The format
+is that of the OCP Microscaling Formats (MX) specification; see arXiv 2310.10537.
 
 Decoded weights are exact, but XLA on CPU flushes subnormal results: products of float32 near 1e-38
 and below, as of scale bytes 0 to 8 with small inputs, become zero.

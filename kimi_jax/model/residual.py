@@ -1,5 +1,5 @@
 """Attention residuals: every sublayer reads a learned mixture of earlier block starts and the
-running sum.
+running sum (Attention Residuals, arXiv 2603.15031; the form in blocks).
 """
 
 import jax

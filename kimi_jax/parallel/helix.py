@@ -2,7 +2,7 @@
 attention over the shards is merged.
 
 A cache that is not split is the case of one rank. Positions are global: a prompt's and those that
-follow alike.
+follow alike. The layout is that of Helix Parallelism (arXiv 2507.07120).
 """
 
 import dataclasses

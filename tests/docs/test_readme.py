@@ -1,12 +1,14 @@
 """The README's Python runs as it stands, from the root of the repository; its table is complete."""
 
 import re
+import shlex
 
 import numpy as np
 from chats import Script
 from conftest import ROOT
 
 import kimi_jax as kj
+from kimi_jax.cli.main import make_parser
 
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCS = ("docs/architecture.md", "docs/parallelism.md")
@@ -24,11 +26,13 @@ def test_the_python_of_the_first_screen_runs(monkeypatch, capsys):
 def test_the_python_of_generation_and_reuse_runs(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     names = {"kj": kj, "model": kj.load("kimi_jax/shipped")}
-    for begin in ("replies = ", "session = "):
+    for begin in ("replies = ", "session = ", "state = "):
         block = re.search(rf"```python\n({begin}.*?)```", TEXT, re.S)
         exec(compile(block[1], "README.md", "exec"), names)
     assert len(names["replies"]) == 3 and not any(one.error for one in names["replies"])
-    assert names["reply"].usage.cached_tokens > 20 and names["cache"].stats.lookups == 2
+    assert names["reply"].usage.cached_tokens > 20
+    assert names["out"].usage.cached_tokens >= 512 and names["cache"].stats.hits == 1
+    assert names["state"].length.tolist() == [8, 7] and names["logits"].shape[0] == 2
 
 
 def test_the_python_of_chat_runs(monkeypatch, capsys):
@@ -42,8 +46,8 @@ def test_the_python_of_chat_runs(monkeypatch, capsys):
         markers=True,
     )
     script = Script(model, monkeypatch, call, call[:3], call[:3])
-    names = {"model": model, "weather": lambda city: f"rain in {city}"}
-    block = re.search(r"```python\n(city = .*?)```", TEXT, re.S)
+    names = {"model": model}
+    block = re.search(r"```python\n(def weather.*?)```", TEXT, re.S)
     exec(compile(block[1], "README.md", "exec"), names)
     assert [m["role"] for m in names["messages"]] == ["user", "assistant", "tool"]
     assert "rain in Oslo" in model.tokenizer.decode(script.prompts[1])
@@ -75,8 +79,17 @@ def test_links_to_files_of_the_repository_are_alive():
             assert (path.parent / link).exists(), f"{name}: {link}"
 
 
-def test_the_first_screen_is_25_lines():
-    assert TEXT.split("\n## ")[0].strip().count("\n") < 25
+def test_the_first_screen_is_35_lines():
+    assert TEXT.split("\n## ")[0].strip().count("\n") < 35
+
+
+def test_the_commands_of_the_readme_are_read_by_the_parser():
+    parser = make_parser()
+    lines = re.findall(r"^kimi-jax (?:.*[^\\])$", TEXT, re.M)
+    for line in lines:
+        options = parser.parse_args(shlex.split(line, comments=True)[1:])
+        assert callable(options.run)
+    assert len(lines) > 15
 
 
 def test_the_tree_names_every_folder_and_file():

@@ -2,7 +2,8 @@
 and as maps of the state that are composed by doubling.
 
 What is unusual in it: the decay is per key channel, not per head: a chunk needs K exponentials a
-pair of tokens or reference sums that keep every exponent small (`decayed_products`).
+pair of tokens or reference sums that keep every exponent small (`decayed_products`). The rule and
+its chunks are those of Kimi Linear (arXiv 2510.26692).
 """
 
 import math
