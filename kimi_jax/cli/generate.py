@@ -116,9 +116,8 @@ def _run_records(
     """Complete the records that are not done; print their completions or write them to a file."""
     if len(missing) < len(records):
         done = len(records) - len(missing)
-        note(
-            f"{done:,} of {len(records):,} prompts are in {label(options.output)}: {done:,} skipped"
-        )
+        skipped = f"{done:,} of {len(records):,} prompts are skipped"
+        note(f"{skipped}: {label(options.output)} holds them")
     tally = Tally(len(missing), is_quiet=options.json and output is None)
     try:
         for portion in in_portions(missing, PORTION):
