@@ -116,3 +116,15 @@ def test_bfloat16_rows_have_the_bits_of_any_batch(rng):
     for rows in (1, 2, 5):
         np.testing.assert_array_equal(bits(wide(x[:1, :rows], w)), of_batch[:1, :rows])
     close(wide(x[0, 0], w), oracles.as_float64(x[0, 0]) @ oracles.as_float64(w).T, LINEAR)
+
+
+def test_a_few_rows_have_the_bits_of_a_few_more_and_the_values_of_many(rng):
+    """Float32 rows 2 to 15, which CPUs multiply in another form."""
+    w, x = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((40, 64), (16, 64)))
+    wide = jax.jit(linear_wide)
+    of_fifteen = np.asarray(wide(x[:15], w / 8))
+    for rows in (2, 7):
+        np.testing.assert_array_equal(wide(x[:rows], w / 8), of_fifteen[:rows])
+    for rows in (1, 15, 16):
+        wanted = oracles.as_float64(x[:rows]) @ oracles.as_float64(w / 8).T
+        close(wide(x[:rows], w / 8), wanted, LINEAR)
