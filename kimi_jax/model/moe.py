@@ -23,7 +23,7 @@ from ..parallel import collectives
 from ..parallel.collectives import of_bits, to_bits
 from ..parallel.reductions import SUM
 from ..parallel.roles import Dim, Role
-from .experts.dispatch import dispatched, run_local_experts
+from .experts.dispatch import dispatched, padded_to, real_rows, run_local_experts
 from .experts.weights import Experts
 from .layers import MLP, Term, linear, linear_wide, rms_norm, weight
 from .mxfp4 import Quantization
@@ -168,8 +168,11 @@ class MoE(nnx.Module):
         (_, L), A = z.shape, ids.shape[1]
         axes = step.row_axes
         messages = collectives.all_gather(to_bits(z, ids + 1, weights), 0, axes)
+        padded = len(messages)
+        messages = messages[: real_rows(padded, axes, step)] if step.is_sliced else messages
         z, numbers, weights = of_bits(messages, (L, z.dtype), (A, jnp.int32), (A, weights.dtype))
-        partial = run_local_experts(z, numbers - 1, weights, self.experts, step).astype(z.dtype)
+        sums = run_local_experts(z, numbers - 1, weights, self.experts, step).astype(z.dtype)
+        partial = padded_to(sums, padded)
         over_model_ranks = axes == step.place.axes(Role.HEADS)
         how = step.reduction if over_model_ranks else SUM  # a chosen reduction is for model ranks
         return collectives.reduce_scatter(partial, how, axes)

@@ -132,13 +132,12 @@ def expert_branch(program: Program, shares: Shares, count: int) -> tuple[int, st
 
 
 def _rows_of_slots(program: Program, shares: Shares) -> int:
-    """Rows that the experts of a rank are compiled for: rows that are sliced or sent are padded to
-    slices of equal length.
+    """Rows that the experts of a rank are compiled for: each data rank's are padded to equal slices
+    where experts are over the ranks of several.
     """
-    place, n = program.place, shares.n
-    if place.runs_local_experts(shares.rows) and not place.slices_rows(shares.rows):
-        return shares.routed_rows
-    return shares.expert_ranks // n * n * -(-shares.rows // n)
+    n = shares.n
+    over_data = shares.expert_ranks // n
+    return over_data * n * -(-shares.rows // n) if over_data > 1 else shares.routed_rows
 
 
 def expected_blocks(program: Program, shares: Shares) -> int:

@@ -103,6 +103,7 @@ def dispatched(
     # Dispatch: one block of rows to every rank, one from every rank.
     messages = dispatch_messages(z, ids, weights, address, held)
     received = collectives.all_to_all_blocks(messages, counts, axes).reshape(n * c, -1)
+    received = received[: real_rows(n * c, axes, step)]
     rows, numbers, row_weights = of_bits(received, (L, z.dtype), (A, jnp.int32), (A, weights.dtype))
 
     # Run the local experts on the rows of all ranks.
@@ -110,7 +111,7 @@ def dispatched(
     sums = run(rows, numbers - 1, row_weights, experts, step.group)
 
     # Return: the same exchange backwards.
-    blocks = sums.astype(z.dtype).reshape(n, c, L)
+    blocks = padded_to(sums.astype(z.dtype), n * c).reshape(n, c, L)
     returned = collectives.all_to_all_blocks(blocks, None if counts is None else counts.T, axes)
 
     # Combine: add what each rank made of a row, in rank order.
@@ -119,6 +120,18 @@ def dispatched(
         from_rank = widen(returned[j, address.slot[:, j]])
         total += jnp.where(address.is_sent[:, j, None], from_rank, 0)
     return total
+
+
+def real_rows(rows: int, axes: tuple[str, ...], step: Step) -> int:
+    """Of rows in the order of the ranks along `axes`, those that can hold one: the last slices of
+    the rows of a step are zero-padded to equal lengths.
+    """
+    return min(rows, step.rows) if collectives.ranks(axes) == step.model_ranks else rows
+
+
+def padded_to(rows: Float[Array, "p L"], count: int) -> Float[Array, "P L"]:
+    """Rows with zeros behind them."""
+    return jnp.pad(rows, ((0, count - len(rows)), (0, 0))) if len(rows) < count else rows
 
 
 def padded_counts(address: Address, axes: tuple[str, ...]) -> None:
