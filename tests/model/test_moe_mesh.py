@@ -28,6 +28,7 @@ from oracles import (
 )
 from tolerances import MOE_MESH
 
+from kimi_jax.model.experts import dispatch
 from kimi_jax.model.experts.dispatch import address_rows, dispatched
 from kimi_jax.model.implementations import Implementations
 from kimi_jax.model.layers import Expert
@@ -178,6 +179,23 @@ def test_every_placement_equals_one_device(mesh, rows, way, axes, latent, hold, 
     run = compiled(config, *mesh, place, Implementations(moe=form, transport=transport))
     y = gathered(run(weights, spread(x, *mesh), spread(active, *mesh)), *mesh)
     close(y, expected(w, x, active, config), MOE_MESH)
+
+
+@one_of("way,hold", [("padded", "full"), ("local", "sliced")])
+def test_rows_that_only_pad_the_slices_reach_no_expert(monkeypatch, way, hold):
+    """One row on four ranks, which hold a slice of one row each."""
+    config, (place, _), seen = small_config(experts=12), placed(way, hold=hold), []
+    grouped = dispatch.IMPLEMENTATIONS["grouped"]
+
+    def counted(z, *rest):
+        seen.append(len(z))
+        return grouped(z, *rest)
+
+    monkeypatch.setitem(dispatch.IMPLEMENTATIONS, "grouped", counted)
+    run = per_device(sublayer, config, 1, 4, place, Implementations())
+    x, active = spread(random_rows(1), 1, 4), spread(np.ones(1, bool), 1, 4)
+    jax.eval_shape(run, made(config)[0], x, active)
+    assert seen == [1]
 
 
 def sizes(mesh):

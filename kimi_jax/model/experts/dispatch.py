@@ -126,7 +126,7 @@ def real_rows(rows: int, axes: tuple[str, ...], step: Step) -> int:
     """Of rows in the order of the ranks along `axes`, those that can hold one: the last slices of
     the rows of a step are zero-padded to equal lengths.
     """
-    return min(rows, step.rows) if collectives.ranks(axes) == step.model_ranks else rows
+    return min(rows, step.rows) if collectives.ranks(axes) == collectives.ranks() else rows
 
 
 def padded_to(rows: Float[Array, "p L"], count: int) -> Float[Array, "P L"]:
