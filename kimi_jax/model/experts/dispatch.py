@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 
 from ...numerics import at_least_float32, widen
 from ...parallel import collectives
-from ...parallel.collectives import of_bits, to_bits
+from ...parallel.collectives import Axis, of_bits, to_bits
 from ..step import Step
 from .blocks import dense, grouped
 from .slots import count, is_before, slots
@@ -122,7 +122,7 @@ def dispatched(
     return total
 
 
-def real_rows(rows: int, axes: tuple[str, ...], step: Step) -> int:
+def real_rows(rows: int, axes: Axis, step: Step) -> int:
     """Of rows in the order of the ranks along `axes`, those that can hold one: the last slices of
     the rows of a step are zero-padded to equal lengths.
     """
