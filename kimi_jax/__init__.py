@@ -24,6 +24,8 @@ The path of a prompt, each arrow one call to jump into:
 import importlib
 from typing import Any
 
+__version__ = "0.1.0"
+
 _MODULES = {  # public name: the module that holds it
     "CacheStats": "generation.prefix_cache",
     "ChatError": "errors",
@@ -33,8 +35,11 @@ _MODULES = {  # public name: the module that holds it
     "Completion": "generation.generate",
     "Config": "config.config",
     "ConfigError": "errors",
+    "DEFINITIONS": "model.implementations",
     "Event": "generation.generate",
+    "FileError": "errors",
     "Greedy": "runtime.sampling",
+    "Implementations": "model.implementations",
     "Model": "api",
     "Placement": "parallel.placement",
     "PlacementError": "errors",
@@ -43,9 +48,14 @@ _MODULES = {  # public name: the module that holds it
     "PromptError": "errors",
     "Reply": "generation.chat",
     "RequestError": "errors",
+    "SHIPPED": "files",
     "Sample": "runtime.sampling",
+    "Score": "analysis.score",
     "Session": "generation.sessions",
+    "State": "model.state",
+    "TRAINING": "model.implementations",
     "TokenLogprob": "runtime.sampling",
+    "Tokenizer": "text.tokenizer",
     "TokenizerError": "errors",
     "ToolCall": "text.tool_calls",
     "Usage": "generation.requests",
@@ -70,4 +80,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    """The public names: what the package imports is not among them."""
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])

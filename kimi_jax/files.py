@@ -10,9 +10,12 @@ import json
 import math
 import os
 import stat
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from .errors import FileError, shortened, shown
+
+SHIPPED = Path(__file__).parent / "shipped"  # the small trained model of the package
 
 _KINDS = {
     stat.S_IFDIR: "a directory",

@@ -20,6 +20,7 @@ PICTURE = house.HERE / "docs" / "imports.svg"
 ROLES = {
     "cli": "the command kimi-jax",
     "api": "Model and load",
+    "analysis": "scores, hidden states, gradients",
     "generation": "requests, engine, sessions, chat",
     "planning": "which mesh and placement to run on",
     "runtime": "compiled programs on a mesh",

@@ -44,7 +44,9 @@ def evaluate(
     placement: kj.Placement | None = None,
 ) -> dict:
     """The dtype that ran, bits per byte of the text, its tokens, and the bytes of a token."""
-    model = kj.load(folder, mesh, placement, dtype=dtype, forms=implementations, chunk=WINDOW)
+    model = kj.load(
+        folder, mesh, placement, dtype=dtype, implementations=implementations, chunk=WINDOW
+    )
     if model.tokenizer is None:
         raise SystemExit(f"{folder}: has no tokenizer, so its bits per byte are not defined")
     ids, size = model.tokenizer.encode(text), len(text.encode())

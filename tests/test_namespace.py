@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 
@@ -30,8 +31,15 @@ def test_every_name_is_that_of_its_module():
     for name, module in kj._MODULES.items():
         value = getattr(kj, name)
         assert value is getattr(importlib.import_module(f"kimi_jax.{module}"), name)
-        assert value.__module__ == f"kimi_jax.{module}", name
+        assert name.isupper() or value.__module__ == f"kimi_jax.{module}", name
         assert value.__doc__ and name in dir(kj)
+
+
+def test_the_listing_is_the_interface_and_no_module():
+    kj.load  # noqa: B018 - imports most of the package
+    public = [name for name in dir(kj) if not name.startswith("_")]
+    assert public == kj.__all__
+    assert re.fullmatch(r"\d+\.\d+\.\d+", kj.__version__) and "__version__" in dir(kj)
 
 
 def test_a_name_that_is_not_there_is_an_attribute_error():

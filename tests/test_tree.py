@@ -27,6 +27,7 @@ MODULES = house.read_package(ROOT, "kimi_jax")
 LEVELS = (
     ("cli",),
     ("api",),
+    ("analysis",),
     ("generation", "planning"),
     ("runtime", "text", "checkpoint"),
     ("model", "compilation"),

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from ..errors import CheckpointError, FileError, shown
 from ..files import open_regular, parse_json, read_json
 from ..numerics import is_whole
+from .names import is_skipped
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -61,8 +62,8 @@ class Contents(NamedTuple):
 def read_folder(folder: Path) -> Contents:
     """Index and headers of a checkpoint. Raises CheckpointError where no shard can be read."""
     problems: list[str] = []
-    index = _read_index(folder)
-    shards = _read_shards(folder, sorted(set(index.values())) or [SINGLE_FILE], problems)
+    index = read_index(folder)
+    shards = _read_shards(folder, _shards_of(folder, index) or [SINGLE_FILE], problems)
     index = index or dict.fromkeys(shards[SINGLE_FILE].tensors, SINGLE_FILE)
     problems += _disagreements(index, shards)
     data = {name: shard.data for name, shard in shards.items()}
@@ -72,7 +73,7 @@ def read_folder(folder: Path) -> Contents:
 # The index.
 
 
-def _read_index(folder: Path) -> dict[str, str]:
+def read_index(folder: Path) -> dict[str, str]:
     """The shard of each tensor; empty for a checkpoint of a single file, which needs no index."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder")
@@ -94,6 +95,18 @@ def _read_index(folder: Path) -> dict[str, str]:
     if outside:
         raise CheckpointError(f"{path}: names files outside the folder, {shown(outside)}")
     return listed
+
+
+def shards_to_read(index: Mapping[str, str]) -> list[str]:
+    """The shards of an index that hold a tensor which is read."""
+    return sorted({shard for name, shard in index.items() if not is_skipped(name)})
+
+
+def _shards_of(folder: Path, index: Mapping[str, str]) -> list[str]:
+    """The shards of an index that must be there, and others that are."""
+    needed = shards_to_read(index)
+    others = set(index.values()) - set(needed)
+    return sorted([*needed, *(name for name in others if os.path.lexists(folder / name))])
 
 
 def _is_file_name(shard: str) -> bool:

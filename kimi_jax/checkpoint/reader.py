@@ -12,10 +12,19 @@ import numpy as np
 
 from ..config.config import Config
 from ..errors import CheckpointError
-from ..model.mxfp4 import PLAIN
+from ..model.mxfp4 import PLAIN, unpack_numpy
 from .headers import read_folder
 from .inventory import inventory_problems
-from .names import FLOAT32, LM_HEAD, ROOT, Part, Weight, expert_format, weight_table
+from .names import (
+    FLOAT32,
+    LM_HEAD,
+    ROOT,
+    Part,
+    Weight,
+    expert_format,
+    scale_name,
+    weight_table,
+)
 
 _DTYPES = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -79,6 +88,15 @@ class Checkpoint:
             return np.zeros([p.stop - p.start for p in part], ml_dtypes.bfloat16)
         array = weight.read(self, part)
         return array.astype(np.float32, copy=False) if weight.storage is FLOAT32 else array
+
+    def read_unpacked(self, name: str, index: Sequence[slice] = ()) -> np.ndarray:
+        """`read`, of the weights that a model with plain experts has: packed ones as float32."""
+        if ".experts.w_" not in name or self.quantization is PLAIN:
+            return self.read(name, index)
+        *rows, columns = index or (slice(None),) * 3
+        packed, scales = self.read(name, rows), self.read(scale_name(name), rows)
+        experts = [unpack_numpy(*pair)[..., columns] for pair in zip(packed, scales, strict=True)]
+        return np.array(experts, np.float32).reshape(len(packed), packed.shape[1], -1)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a released tensor in its file."""

@@ -13,10 +13,11 @@ from typing import Any, NoReturn
 
 from ..errors import CommandError, InputError, meant, shortened, shown
 from ..waiting import end_process
-from . import bench, cache, devices, generate, inspect, plan, tokens
+from . import bench, cache, devices, generate, inspect, plan
 from .chat import command as chat
 from .options import RENAMED, Once, OnceFlag
 from .output import prepare_streams, print_error, silence_output
+from .texts import score, tokens
 
 EPILOG = """\
 kimi-jax COMMAND --help explains a command with examples. A first try, with the small model of the
@@ -24,7 +25,7 @@ package:
 
   kimi-jax generate "Alice was beginning to"
   kimi-jax chat"""
-COMMANDS = (generate, chat, tokens, plan, inspect, bench, cache)
+COMMANDS = (generate, chat, score, tokens, plan, inspect, bench, cache)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CommandError, InputError, meant, shown
+from ..files import SHIPPED as SHIPPED
 from ..generation.options import option_help
 from ..parallel.choices import ABOUT, CHOICES, PADS, values_text
 from ..planning.gpus import Gpus, read_gpus
 
-SHIPPED = Path(__file__).parents[1] / "shipped"
 LARGEST = 2**31 - 1  # of a whole number: int32 holds it
 MOST_DEVICES = 1024  # that JAX simulates in one process within seconds
 DTYPES = ("float32", "bfloat16", "float64")
@@ -122,6 +122,9 @@ def add_sampling(
         metavar="R",
         help=option_help("repetition_penalty"),
     )
+    for name in ("frequency", "presence"):
+        help_penalty = option_help(f"{name}_penalty")
+        add(f"--{name}-penalty", type=number, default=0.0, metavar="R", help=help_penalty)
     add(
         "--min-new-tokens",
         type=whole(0),
@@ -152,7 +155,8 @@ def sampling_options(options: argparse.Namespace) -> dict[str, Any]:
             f"--min-new-tokens {options.min_new_tokens} is more than --max-new-tokens "
             f"{options.max_new_tokens}"
         )
-    rules = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    penalties = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+    rules = ("temperature", "top_k", "top_p", "min_p", *penalties)
     Sample(**{name: getattr(options, name) for name in rules})  # refuses what cannot be
     names = (*rules, "max_new_tokens", "min_new_tokens", "seed", "stop")
     return {name: getattr(options, name) for name in names}

@@ -62,3 +62,5 @@ K3_1 = {
         "dsa_layers": _FULL_LAYERS,
     },
 }
+
+RELEASED = {"k3": K3, "k3.1": K3_1}  # by the names that `plan` takes

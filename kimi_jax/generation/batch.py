@@ -40,7 +40,8 @@ class Batch:
         self._size, self._vocab, self._place = size, vocab, place
         self._stop_ids = power_of_two(max(MIN_STOP_IDS, *(len(o.stop_ids) for o in options)))
         self._has_bias = any(o.logit_bias for o in options)
-        self._has_penalty = any(o.sampling.repetition_penalty != 1 for o in options)
+        self._has_repetition_penalty = any(o.sampling.repetition_penalty != 1 for o in options)
+        self._has_reply_penalty = any(_has_reply_penalty(o) for o in options)
         self._static = {
             "top_logprobs": min(power_of_two(top), vocab) if top else 0,
             "draws": any(o.sampling.temperature > 0 for o in options),
@@ -59,7 +60,10 @@ class Batch:
             active=self._column(decoding, bool, False, lambda request: True),
             remaining=self._column(decoding, np.int32, 0, lambda request: request.remaining),
             counts=self._column(decoding, np.int32, 0, lambda request: len(request.tokens)),
-            seen=self._place(self._seen(decoding)) if self._has_penalty else None,
+            seen=self._place(self._seen(decoding)) if self._has_repetition_penalty else None,
+            reply_counts=(
+                self._place(self._reply_counts(decoding)) if self._has_reply_penalty else None
+            ),
             **self._settings,
             **self._static,
         )
@@ -92,6 +96,8 @@ class Batch:
             "top_p": sampling("top_p", np.float32, 1),
             "min_p": sampling("min_p", np.float32, 0),
             "repetition_penalty": sampling("repetition_penalty", np.float32, 1),
+            "frequency_penalty": sampling("frequency_penalty", np.float32, 0),
+            "presence_penalty": sampling("presence_penalty", np.float32, 0),
             "min_new_tokens": self._column(
                 decoding, np.int32, 0, lambda request: request.options.min_new_tokens
             ),
@@ -122,3 +128,16 @@ class Batch:
             if request.options.sampling.repetition_penalty != 1:
                 seen[slot, request.ids + request.tokens] = True
         return seen
+
+    def _reply_counts(self, decoding: Mapping[int, Request]) -> np.ndarray:
+        """[B, Z] how often the reply holds an id, where a penalty asks for it."""
+        counts = np.zeros((self._size, self._vocab), np.int32)
+        for slot, request in decoding.items():
+            if _has_reply_penalty(request.options):
+                np.add.at(counts[slot], request.tokens, 1)
+        return counts
+
+
+def _has_reply_penalty(options: RequestOptions) -> bool:
+    """Whether a request's logits depend on how often its reply holds a token."""
+    return bool(options.sampling.frequency_penalty or options.sampling.presence_penalty)

@@ -3,8 +3,8 @@
 import dataclasses
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from ..errors import ChatError, shown
 from ..runtime.sampling import TokenLogprob
@@ -13,7 +13,7 @@ from ..text.reply_parser import ChatEvent, ReplyParser
 from ..text.tool_calls import ToolCall
 from .engine import prepare
 from .generate import start
-from .option_checks import ids_of, of_one_prompt
+from .option_checks import RequestKeywords, ids_of, of_one_prompt
 from .options import (
     CHAT_MAX_NEW_TOKENS,
     CHAT_TEMPERATURE,
@@ -21,11 +21,28 @@ from .options import (
     CHAT_TOP_P,
     Options,
     described,
+    make_options,
 )
 from .prefix_cache import PrefixCache
 from .prompts import TextRunner, items_of
 from .requests import Usage
 from .session_state import SessionState
+
+if TYPE_CHECKING:
+    Messages = Sequence[Mapping[str, Any]]
+    Effort = Literal["low", "medium", "high", "max"] | None
+    ToolChoice = Literal["auto", "required", "none"] | None
+else:  # checked by `render`, every problem in one error
+    Messages = Effort = ToolChoice = Any
+
+
+class ChatKeywords(RequestKeywords, total=False):
+    """The options of `chat`, for type checkers."""
+
+    thinking_effort: Effort
+    tool_choice: ToolChoice
+    response_format: str | Mapping[str, Any] | None
+    prefix_cache: PrefixCache | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,17 +167,17 @@ class ChatStream(Iterator[ChatEvent]):
 @described(max_new_tokens=CHAT_MAX_NEW_TOKENS, temperature=CHAT_TEMPERATURE, top_p=CHAT_TOP_P)
 def chat(
     model: TextRunner,
-    messages: Any,
+    messages: Messages,
     tools: Any = None,
     thinking: bool = True,
     stream: bool = False,
     *,
-    thinking_effort: str | None = CHAT_THINKING_EFFORT,
-    tool_choice: Any = None,
+    thinking_effort: Effort = CHAT_THINKING_EFFORT,
+    tool_choice: ToolChoice = None,
     response_format: Any = None,
     prefix_cache: PrefixCache | None = None,
     session: SessionState | None = None,
-    **options: Any,
+    **options: Unpack[RequestKeywords],
 ) -> Reply | ChatStream:
     """The model's reply to a conversation, or with `stream` its events as they come.
 
@@ -172,15 +189,15 @@ def chat(
     <|end_of_msg|>, whatever `stop_tokens` says. Raises `ChatError` or `PromptError` before anything
     runs.
     """
-    options = of_one_prompt(options)
+    given = of_one_prompt(options)
     prompt = render(
         model.tokenizer, messages, tools, thinking, thinking_effort, tool_choice, response_format
     )
     assert model.tokenizer is not None
     end = Markup.of(model.tokenizer).end
-    stops = _stop_strings(options.pop("stop", None))
+    stops = _stop_strings(given.pop("stop", None))
     request, events = start(
-        model, prompt, _with_defaults(model, options, end),
+        model, prompt, _with_defaults(model, given, end),
         cache=prefix_cache, session=session, is_conversation=True,
     )  # fmt: skip
     parser = ReplyParser(model.tokenizer, thinking, stops, request.options.min_new_tokens)
@@ -204,7 +221,8 @@ def _with_defaults(model: TextRunner, options: dict[str, Any], end: int) -> Opti
     ids = ids_of(model.config.eos if stop_tokens is None else stop_tokens)
     if ids is not None:
         given["stop_tokens"] = [*ids, end]
-    return Options(**{**defaults, **given})
+    others = {"thinking", "stream", "tools"} | ChatKeywords.__annotations__.keys()
+    return make_options(given, "chat", others, **defaults)
 
 
 def _stop_strings(stop: Any) -> tuple[str, ...]:

@@ -92,7 +92,7 @@ def prepare(runner: Runner, request: Request, session: SessionState | None) -> N
     state = runner.program.state_shapes(rows, length)
     batch = Batch([request.options], rows, runner.config.vocab, STEPS_PER_CALL, runner.place_rows)
     state_maker(runner.program, rows, length).prepare()
-    runner.program.decode_steps.prepare(runner.weights, state, batch.rows({}), 1)
+    runner.program.decode_steps.prepare(runner.params, state, batch.rows({}), 1)
     prepare_prefill(runner, state, [len(request.ids)])
 
 
@@ -110,6 +110,7 @@ class _Engine:
         slots = -(-min(options.slots, power_of_two(len(waiting))) // rows) * rows
         self.schedule = Schedule.of(waiting, slots, rows)
         self.prefilled = np.zeros(rows, np.int32)  # prompt tokens that each prefill row has seen
+        self.complete: dict[int, list[int]] = {}  # prefill row: the prompt that it holds, if any
         self.in_place, self.resumed = slots == rows, 0
         length = max(len(requests[i].ids) + requests[i].limit for i in waiting)
         self.slots = self._new_slots(slots, rows, length)
@@ -127,7 +128,7 @@ class _Engine:
     def _prepare(self, rows: int, prompts: Sequence[Sequence[int]]) -> None:
         """Compile in the background what this run will need: several programs at a time."""
         runner, is_fresh = self.runner, not (self.options.cache or self.options.session)
-        runner.program.decode_steps.prepare(runner.weights, self.slots, self.batch.rows({}), 1)
+        runner.program.decode_steps.prepare(runner.params, self.slots, self.batch.rows({}), 1)
         if is_fresh and rows == 1:
             prepare_prefill(runner, self.prefill_rows, map(len, prompts))
 
@@ -179,7 +180,9 @@ class _Engine:
         """A request enters a prefill row, with what is cached of its prompt."""
         request, cached = self.requests[number], self.resumed
         request.start()
-        if self.options.cache and not cached:
+        if self.complete.pop(row, None) == request.ids:  # another completion of the same prompt
+            cached = len(request.ids)
+        elif self.options.cache and not cached:
             state, cached = self.options.cache.restore(self.prefill_rows, row, request.ids)
             self.prefill_rows = state
         is_row = np.arange(len(self.prefilled)) == row
@@ -228,6 +231,7 @@ class _Engine:
         """A prompt is complete: it decodes from now on."""
         slot = self.schedule.begin(row)
         if not self.in_place:
+            self.complete[row] = request.ids
             self.slots = self.runner.program.move_row(self.prefill_rows, row, self.slots, slot)
         if self.options.session:
             self.options.session.mark(self.slots, len(request.ids))
@@ -240,7 +244,7 @@ class _Engine:
         # One step a call while slots can still be filled.
         steps = 1 if self.schedule.is_filling else min(self.options.steps_per_call, most)
         self.pending, self.slots = self.runner.program.decode_steps(
-            self.runner.weights, self.slots, self.batch.rows(decoding), steps
+            self.runner.params, self.slots, self.batch.rows(decoding), steps
         )
         ids, usable, chosen, best_ids, best = map(to_host, self.pending)
         for slot, request in decoding.items():

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 from ..errors import PromptError, shown
 from ..numerics import is_whole
@@ -14,15 +14,32 @@ from ..runtime.sampling import TokenLogprob
 from ..text.stops import TextBuilder
 from ..text.tokenizer import Tokenizer
 from .engine import SLOTS, STEPS_PER_CALL, Report, RunOptions, run
-from .option_checks import request_options
-from .options import Options, described
+from .option_checks import RequestKeywords, per_prompt, request_options
+from .options import Options, described, make_options
 from .prefix_cache import PrefixCache
-from .prompts import Prompt, TextRunner, as_list, encode
+from .prompts import Prompt, Prompts, TextRunner, as_list, encode
 from .requests import Request, RequestOptions, Usage
 from .session_state import SessionState
 
 STREAM_STEPS = 4  # decode steps on the devices between the events of a stream
 MAX_SLOTS = 256  # also of `trip`, decode steps a call
+MAX_COMPLETIONS = 1024  # of one prompt
+
+
+class StreamKeywords(RequestKeywords, total=False):
+    """The options of `stream`, for type checkers."""
+
+    trip: int
+    prefix_cache: PrefixCache | None
+
+
+class GenerateKeywords(StreamKeywords, total=False):
+    """The options of `generate`, for type checkers."""
+
+    slots: int
+    progress: bool | None
+    verbose: bool
+    on_completion: Callable[[int, "Completion"], None] | None
 
 
 NO_USAGE = Usage(0, 0, 0.0, 0.0)
@@ -59,8 +76,9 @@ class Event:
 @described()
 def generate(
     model: TextRunner,
-    prompts: Prompt | Sequence[Prompt],
+    prompts: Prompts,
     *,
+    n: int | Sequence[int] = 1,
     slots: int = SLOTS,
     trip: int = STEPS_PER_CALL,
     prefix_cache: PrefixCache | None = None,
@@ -68,10 +86,10 @@ def generate(
     progress: bool | None = None,
     verbose: bool = False,
     on_completion: Callable[[int, Completion], None] | None = None,
-    **options: Any,
+    **options: Unpack[RequestKeywords],
 ) -> list[Completion]:
-    """Continue each prompt: a string, a list of strings, or lists of token ids; one `Completion`
-    each, in order. A result depends on its prompt, options and seed alone.
+    """Continue each prompt: a string, a list of strings, or lists of token ids (NumPy or JAX arrays
+    too); `n` `Completion`s each, in order. A result depends on its prompt, options and seed alone.
 
     Invalid options and prompts raise `PromptError`, with every problem, before anything runs. A
     prompt that leaves no room for a reply, and logits that cannot be used, are the `error` of that
@@ -79,6 +97,8 @@ def generate(
 
     Options of the run:
 
+    - `n`: completions of each prompt, 1 to 1024, one after another; completion k is the one that
+      the prompt has with `seed` + k. A prompt is prefilled once where slots allow.
     - `slots`: prompts that decode together, 1 to 256; one that ends makes room for the next.
     - `trip`: multi-step decode, 1 to 256 steps on the devices before the host sees their tokens.
     - `prefix_cache`: a `PrefixCache`: cached prefixes are restored, new ones are added.
@@ -88,8 +108,9 @@ def generate(
     - `on_completion`: called with the number of a completion and the completion when it ends.
     """
     log = _say if verbose else None
+    made = make_options(options, "generate", GenerateKeywords.__annotations__.keys() | {"n"})
     requests, run_options = _prepare(
-        model, lambda: as_list(prompts), Options(**options), slots=slots, trip=trip,
+        model, lambda: as_list(prompts), made, n=n, slots=slots, trip=trip,
         cache=prefix_cache, session=session, log=log,
     )  # fmt: skip
     if session and not requests[0].error:
@@ -116,7 +137,7 @@ def stream(
     trip: int = STREAM_STEPS,
     prefix_cache: PrefixCache | None = None,
     session: SessionState | None = None,
-    **options: Any,
+    **options: Unpack[RequestKeywords],
 ) -> Iterator[Event]:
     """Continue one prompt, yielding an `Event` per token, in groups of up to `trip`; the texts
     joined are `generate`'s text. Closing the iterator ends it.
@@ -125,9 +146,8 @@ def stream(
     context, raises `PromptError` at once, a model whose logits cannot be used (NaN)
     `FloatingPointError`.
     """
-    _, events = start(
-        model, prompt, Options(**options), trip=trip, cache=prefix_cache, session=session
-    )
+    made = make_options(options, "stream", StreamKeywords.__annotations__.keys())
+    _, events = start(model, prompt, made, trip=trip, cache=prefix_cache, session=session)
     return events
 
 
@@ -164,6 +184,7 @@ def _prepare(
     prompts: Callable[[], list],
     options: Options,
     *,
+    n: Any = 1,
     slots: Any,
     trip: Any,
     cache: Any,
@@ -173,7 +194,7 @@ def _prepare(
 ) -> tuple[list[Request], RunOptions]:
     """The requests and the options of a run, equal on all processes, or one error on all."""
 
-    def read() -> tuple[list[list[int]], list[RequestOptions]]:
+    def read() -> list[tuple[int, list[int], RequestOptions]]:
         problems = [
             f"{name} must be a whole number in 1..{MAX_SLOTS}, got {shown(value)}"
             for name, value in (("slots", slots), ("trip", trip))
@@ -184,19 +205,35 @@ def _prepare(
         is_sound = isinstance(session, SessionState) and not is_conversation
         encoded = encode(model, given, session.tokens if is_sound else (), problems)
         each = request_options(options, model, len(given), problems)
+        counts = _completions(n, len(given), session, problems)
         if problems:
             raise PromptError("\n".join(problems))
-        return encoded, each
+        return [
+            (prompt, ids, own.with_seed(k))
+            for prompt, (ids, own, count) in enumerate(zip(encoded, each, counts, strict=True))
+            for k in range(count)
+        ]
 
-    encoded, each = together("a prompt or an option", read)
+    asked = together("a prompt or an option", read)
     cached = (cache and cache.stats, session and session.tokens)
-    agree("prompts and options", encoded, each, slots, trip, cached)
+    agree("prompts and options", asked, slots, trip, cached)
     limit = session.max_length if session else model.config.max_positions
-    requests = [
-        _request(i, ids, o, limit) for i, (ids, o) in enumerate(zip(encoded, each, strict=True))
-    ]
+    requests = [_request(prompt, ids, own, limit) for prompt, ids, own in asked]
     run_options = RunOptions(int(slots), int(trip), cache, session)
     return requests, run_options if log is None else dataclasses.replace(run_options, log=log)
+
+
+def _completions(n: Any, count: int, session: Any, problems: list[str]) -> list[int]:
+    """How many completions each of `count` prompts is to have."""
+    values = per_prompt("n", n, count, problems)
+    problems += {
+        f"n must be a whole number in 1..{MAX_COMPLETIONS}, got {shown(value)}": None
+        for value in values
+        if not is_whole(value, 1, MAX_COMPLETIONS)
+    }
+    if session is not None and any(is_whole(value, 2) for value in values):
+        problems.append("a session goes on from one completion: n must be 1")
+    return [int(value) if is_whole(value, 1) else 1 for value in values]
 
 
 def _check_owners(
@@ -215,13 +252,14 @@ def _check_owners(
         problems.append(f"a session continues one prompt, got {count}")
 
 
-def _request(i: int, ids: list[int], options: RequestOptions, context: int) -> Request:
-    """The request of prompt `i`, ended by an error where the context leaves no room."""
+def _request(prompt: int, ids: list[int], options: RequestOptions, context: int) -> Request:
+    """A request of a prompt, ended by an error where the context leaves no room."""
     room = max(0, context - len(ids))
     request = Request(ids, options, min(options.max_new_tokens, room))
     if not room:
         request.fail(
-            f"prompt {i} has {len(ids)} tokens: the context of {context} leaves no room for a reply"
+            f"prompt {prompt} has {len(ids)} tokens: the context of {context} leaves no room for "
+            "a reply"
         )
     return request
 

@@ -3,8 +3,8 @@ request.
 """
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, TypedDict
 
 from ..errors import shown
 from ..numerics import is_number, is_whole
@@ -12,6 +12,27 @@ from ..runtime.sampling import Sample, sampling_problems
 from .options import Options
 from .prompts import TextRunner, items_of
 from .requests import RequestOptions
+
+
+class RequestKeywords(TypedDict, total=False):
+    """The fields of `Options` as keywords, for type checkers: one value, or one a prompt."""
+
+    max_new_tokens: int | Sequence[int]
+    min_new_tokens: int | Sequence[int]
+    temperature: float | Sequence[float]
+    top_p: float | Sequence[float]
+    top_k: int | Sequence[int]
+    min_p: float | Sequence[float]
+    repetition_penalty: float | Sequence[float]
+    frequency_penalty: float | Sequence[float]
+    presence_penalty: float | Sequence[float]
+    sampling: Sample | Sequence[Sample | None] | None
+    seed: int | Sequence[int]
+    stop: str | Sequence[str] | Sequence[Sequence[str] | None] | None
+    stop_tokens: Collection[int] | Sequence[Collection[int] | None] | None
+    logprobs: bool | int | Sequence[bool | int]
+    logit_bias: Mapping[int, float] | Sequence[Mapping[int, float] | None] | None
+
 
 MAX_WHOLE = 2**31 - 1  # the largest integer of an option: int32 holds it
 
@@ -22,7 +43,7 @@ def request_options(
     """The checked options of each prompt; what is wrong with them goes to `problems`."""
     found: list[str] = []
     columns = {
-        field.name: _values(field.name, getattr(options, field.name), count, found)
+        field.name: per_prompt(field.name, getattr(options, field.name), count, found)
         for field in dataclasses.fields(options)
     }
     requests = [
@@ -36,8 +57,8 @@ def request_options(
 # One value, or one a prompt
 
 
-def _values(name: str, value: Any, count: int, problems: list[str]) -> list[Any]:
-    """The values of all prompts."""
+def per_prompt(name: str, value: Any, count: int, problems: list[str]) -> list[Any]:
+    """The values of an option of all prompts."""
     if not _is_one_a_prompt(name, value):
         return [value] * count
     values = items_of(value) or []
@@ -45,7 +66,7 @@ def _values(name: str, value: Any, count: int, problems: list[str]) -> list[Any]
         problems.append(
             f"{name} must be one value, or one for each of the {count} prompts; got {shown(value)}"
         )
-        return [getattr(Options(), name)] * count
+        return [getattr(Options(), name, 1)] * count
     return values
 
 
@@ -108,7 +129,7 @@ def _checked(model: TextRunner, given: dict[str, Any], problems: list[str]) -> R
 _SAMPLING = {
     field.name: field.default
     for field in dataclasses.fields(Options)
-    if field.name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    if field.name in {field.name for field in dataclasses.fields(Sample)}
 }
 
 
@@ -125,10 +146,8 @@ def _sampling(given: dict[str, Any], problems: list[str]) -> Sample:
         return sampling
     if wrong:
         return Sample()
-    return Sample(
-        float(values["temperature"]), int(values["top_k"]), float(values["top_p"]),
-        float(values["min_p"]), float(values["repetition_penalty"]),
-    )  # fmt: skip
+    top_k = int(values.pop("top_k"))
+    return Sample(top_k=top_k, **{name: float(value) for name, value in values.items()})
 
 
 def _logprobs(model: TextRunner, value: Any, problems: list[str]) -> int:

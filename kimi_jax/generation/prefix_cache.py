@@ -135,6 +135,10 @@ class PrefixCache:
         self._tree = ChunkTree(model.chunk, self._limit // self._entry)
         self._lookups = self._hits = self._tokens = 0
 
+    def __repr__(self) -> str:
+        stats = self.stats
+        return f"PrefixCache({stats.entries:,} entries, {stats.bytes:,} of {stats.limit:,} bytes)"
+
     @property
     def stats(self) -> CacheStats:
         """Counts so far."""
@@ -159,7 +163,7 @@ class PrefixCache:
 
     def problem_with(self, model: Runner) -> str | None:
         """What is wrong where a model's states are not this cache's."""
-        is_same = self.model.program is model.program and self.model.weights is model.weights
+        is_same = self.model.program is model.program and self.model.params is model.params
         if is_same and self.model.chunk == model.chunk:
             return None
         return "prefix_cache was made for another model, or another chunk size"

@@ -1,9 +1,10 @@
 """Prompts as users give them, text or token ids, and the same as token ids."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+import jax
 import numpy as np
 
 from ..errors import PromptError, shown
@@ -11,7 +12,12 @@ from ..numerics import is_whole
 from ..runtime.runner import Runner
 from ..text.tokenizer import Tokenizer
 
-Prompt = str | Sequence[int]
+if TYPE_CHECKING:
+    Ids = Sequence[int] | np.ndarray | jax.Array
+    Prompt = str | Ids
+    Prompts = Prompt | Sequence[Prompt]
+else:  # checked by `as_list` and `encode`, every problem in one error
+    Ids = Prompt = Prompts = Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,8 +33,8 @@ class TextRunner(Runner):
 
 def items_of(value: Any) -> list | None:
     """The items of a list or an array; None for text and for all that has no items in order."""
-    if isinstance(value, np.ndarray):
-        return list(value) if value.ndim else None
+    if isinstance(value, np.ndarray | jax.Array):
+        return list(np.asarray(value)) if value.ndim else None
     is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
     return list(value) if is_list else None
 
@@ -37,13 +43,27 @@ def as_list(prompts: Any) -> list:
     """The prompts one by one; a lone string or a flat list of ids is one prompt."""
     if isinstance(prompts, str):
         return [prompts]
+    if is_conversation(prompts):
+        raise PromptError(USE_CHAT)
     items = items_of(prompts)
     if items is None:
         raise PromptError(f"prompts must be strings or lists of token ids, got {shown(prompts)}")
-    is_flat = [not isinstance(item, str | Sequence | np.ndarray) for item in items]
+    is_flat = [not isinstance(item, str | Sequence) and not np.ndim(item) for item in items]
     if any(is_flat) and not all(is_flat):
         raise PromptError("prompts mix token ids with complete prompts: give [[ids], [ids], ...]")
     return [items] if any(is_flat) else items
+
+
+USE_CHAT = (
+    "this is a conversation, messages with a role: use chat(messages) for the model's reply, or "
+    "give text or token ids to continue"
+)
+
+
+def is_conversation(value: Any) -> bool:
+    """Whether a value is a message of a conversation, or a list that begins with one."""
+    first = value[0] if isinstance(value, list | tuple) and value else value
+    return isinstance(first, Mapping) and "role" in first
 
 
 def encode(
@@ -70,6 +90,9 @@ def _ids(
         ids = model.tokenizer.encode(prompt)
     else:
         ids = items_of(prompt)
+    if is_conversation(prompt):
+        problems.append(f"prompt {i}: {USE_CHAT}")
+        return []
     if ids is None:
         problems.append(f"prompt {i} must be text or token ids, got {shown(prompt)}")
         return []

@@ -37,6 +37,10 @@ class RequestOptions:
     top_logprobs: int = 0
     logit_bias: tuple[tuple[int, float], ...] = ()
 
+    def with_seed(self, k: int) -> "RequestOptions":
+        """The options of completion `k` of a prompt: another seed."""
+        return dataclasses.replace(self, seed=(self.seed + k) % 2**31)
+
 
 @dataclasses.dataclass(eq=False)
 class Request:

@@ -54,7 +54,7 @@ class SessionState:
 
     def problem_with(self, model: Runner) -> str | None:
         """What is wrong where a model is not this session's."""
-        is_same = self.model.program is model.program and self.model.weights is model.weights
+        is_same = self.model.program is model.program and self.model.params is model.params
         return None if is_same else "the session is of another model"
 
     def resume(self, ids: Sequence[int], length: int) -> tuple[State, int]:

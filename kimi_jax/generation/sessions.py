@@ -1,12 +1,13 @@
 """A conversation as users hold it."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Literal, Unpack, overload
 
-from .chat import ChatStream, Reply, chat
-from .generate import Completion, Event, generate, stream
+from .chat import ChatKeywords, ChatStream, Messages, Reply
+from .chat import chat as chat_turn
+from .generate import Completion, Event, GenerateKeywords, StreamKeywords, generate, stream
 from .options import method_of
-from .prompts import TextRunner
+from .prompts import Prompt, TextRunner
 from .session_state import SessionState
 
 
@@ -25,17 +26,48 @@ class Session(SessionState):
         super().__init__(model, max_length)
         self.model: TextRunner = model
 
-    @method_of(generate, without=("session",))
-    def generate(self, prompt: str | Sequence[int], **options: Any) -> Completion:
+    def __repr__(self) -> str:
+        return f"Session({len(self.tokens):,} tokens of at most {self.max_length:,})"
+
+    @method_of(generate, without=("session", "n"))
+    def generate(self, prompt: Prompt, **options: Unpack[GenerateKeywords]) -> Completion:
         """Continue the conversation with more text or ids, and a reply."""
         return generate(self.model, [prompt], session=self, **options)[0]
 
     @method_of(stream, without=("session",))
-    def stream(self, prompt: str | Sequence[int], **options: Any) -> Iterator[Event]:
+    def stream(self, prompt: Prompt, **options: Unpack[StreamKeywords]) -> Iterator[Event]:
         """`generate` as a stream; what was yielded is what the conversation goes on from."""
         return stream(self.model, prompt, session=self, **options)
 
-    @method_of(chat, without=("session",))
-    def chat(self, messages: Any, *more: Any, **options: Any) -> Reply | ChatStream:
+    @overload
+    def chat(
+        self,
+        messages: Messages,
+        tools: Any = None,
+        thinking: bool = True,
+        stream: Literal[False] = False,
+        **options: Unpack[ChatKeywords],
+    ) -> Reply: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Messages,
+        tools: Any = None,
+        thinking: bool = True,
+        *,
+        stream: Literal[True],
+        **options: Unpack[ChatKeywords],
+    ) -> ChatStream: ...
+
+    @method_of(chat_turn, without=("session",))
+    def chat(
+        self,
+        messages: Messages,
+        tools: Any = None,
+        thinking: bool = True,
+        stream: bool = False,
+        **options: Unpack[ChatKeywords],
+    ) -> Reply | ChatStream:
         """`Model.chat` of a full conversation; what the state has seen is not computed again."""
-        return chat(self.model, messages, *more, session=self, **options)
+        return chat_turn(self.model, messages, tools, thinking, stream, session=self, **options)

@@ -17,7 +17,7 @@ Unusual in this model:
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,7 @@ from .layers import MLP, Expert, Term, linear_wide, rms_norm, weight
 from .mla import MLA
 from .moe import MoE
 from .mxfp4 import Quantization
-from .residual import Mix, push
+from .residual import Mix, Taps, push
 from .state import KDAState, MLAState, State, cache_dtype
 from .step import Step
 
@@ -70,10 +70,11 @@ class Layer(nnx.Module):
         step: Step,
         index: int | Array,
         starts_block: bool | None = None,
-    ) -> tuple[Array, Array, Any, tuple[Array, Array]]:
+    ) -> tuple[Array, Array, Any, tuple[Array, Array], Array]:
         """The residual rows x [P, D] that this rank holds and their bank after this layer, the
-        state, and the two mixtures' weights. `starts_block` may say what a traced index does not
-        say: whether this is the first layer of a residual block.
+        state, the two mixtures' weights, and the mixture that attention read [P, D].
+        `starts_block` may say what a traced index does not say: whether this is the first layer of
+        a residual block.
 
         The mixture that attention reads is computed before a block start pushes x to the bank.
         """
@@ -81,15 +82,15 @@ class Layer(nnx.Module):
         count = -(-index // block)
         pushing = index % block == 0 if starts_block is None else starts_block
         with jax.named_scope("attention"):
-            h, mixed = self.attention_residual(x, bank, count)
+            read, mixed = self.attention_residual(x, bank, count)
             x, bank, count = push(x, bank, count, pushing)
-            rows = step.attention_rows(rms_norm(h, self.attention_norm[...], eps))
+            rows = step.attention_rows(rms_norm(read, self.attention_norm[...], eps))
             partial, state = self.attention(rows, state, step)
             x = x + step.reduce([partial.reshape(step.rows, -1)])
         with jax.named_scope("mlp"):
             h, mixed_mlp = self.mlp_residual(x, bank, count)
             x = x + self._mlp(rms_norm(h, self.mlp_norm[...], eps), step)
-        return x, bank, state, (mixed, mixed_mlp)
+        return x, bank, state, (mixed, mixed_mlp), read
 
     def _mlp(self, x: Array, step: Step) -> Array:
         return step.reduce([self.mlp(step.all_rows(x))]) if self.dense else self.mlp(x, step)
@@ -193,9 +194,10 @@ class Stack(nnx.Module):
         step: Step,
         number: int | Array = 0,
         starts_block: Sequence[bool] | None = None,
-    ) -> tuple[Array, Array, list, list]:
-        """x, bank, the states and the mixtures' weights, two [N + 1, P] a layer (none where layers
-        are scanned).
+        taps: Taps | None = None,
+    ) -> tuple[Array, Array, list, Taps | None, list]:
+        """x, bank, the states, the taps and the mixtures' weights, two [N + 1, P] a layer (none
+        where layers are scanned).
 
         A stack of one group can stand for each of several equal ones: `number` says which, and
         `starts_block`, where the number is traced, which of its layers start a residual block.
@@ -203,18 +205,17 @@ class Stack(nnx.Module):
         graph, experts, rest = nnx.split(self.layers, Expert, ...)
         if self.span.groups == 1:
             layers = nnx.merge(graph, experts, jax.tree.map(lambda w: w[0], rest))
-            return self._group(layers, (x, bank, states), step, number, starts_block)
+            return self._group(layers, (x, bank, states, taps), step, number, starts_block)
 
         def scan_group(carry: tuple, group_weights: tuple) -> tuple[tuple, None]:
             group, weights = group_weights
             layers = nnx.merge(graph, experts, weights)
-            return self._group(layers, carry, dataclasses.replace(step, group=group), group)[
-                :3
-            ], None
+            result = self._group(layers, carry, dataclasses.replace(step, group=group), group)
+            return result[:-1], None
 
         groups = jnp.arange(self.span.groups, dtype=jnp.int32)
-        (x, bank, states), _ = jax.lax.scan(scan_group, (x, bank, states), (groups, rest))
-        return x, bank, states, []
+        carry, _ = jax.lax.scan(scan_group, (x, bank, states, taps), (groups, rest))
+        return *carry, []
 
     def _group(
         self,
@@ -224,7 +225,7 @@ class Stack(nnx.Module):
         group: int | Array,
         starts_block: Sequence[bool] | None = None,
     ) -> tuple:
-        x, bank, states = carry
+        x, bank, states, taps = carry
         states, mixtures = list(states), []
         for j, layer in enumerate(layers):
             index = self.span.layer(j, group)
@@ -232,9 +233,18 @@ class Stack(nnx.Module):
             with jax.named_scope(
                 f"layer_{index}" if isinstance(index, int) else f"layer_{j}_of_group"
             ):
-                x, bank, states[j], mixed = layer(x, bank, states[j], step, index, starts)
+                before = x
+                x, bank, states[j], mixed, read = layer(x, bank, states[j], step, index, starts)
+                taps = taps and taps.record(index - 1, before, read)
             mixtures.extend(mixed)
-        return x, bank, states, mixtures
+        return x, bank, states, taps, mixtures
+
+
+class Trace(NamedTuple):
+    """What a step records beside its result."""
+
+    mixtures: list[Array]  # the weights of every residual mixture, of the rows that a rank holds
+    taps: Float[Array, "M B T D"] | None  # the residual stream after the layers of `Step.tapped`
 
 
 class Kimi(nnx.Module):
@@ -259,21 +269,29 @@ class Kimi(nnx.Module):
 
     def __call__(
         self, tokens: Int[Array, "B T"], state: State, lengths: Int[Array, " B"], step: Step
-    ) -> tuple[Float[Array, "B T D"], State, list[Array]]:
-        """Tokens -> normed output rows [B, T, D], the state after them, and every residual
-        mixture's weights for the rows that this rank holds.
-        """
+    ) -> tuple[Float[Array, "B T D"], State, Trace]:
+        """Tokens -> normed output rows [B, T, D], the state after them, and what was recorded."""
         x, bank = self.begin(tokens, step)
         layers, mixtures = [], []
+        taps = Taps.of(step.tapped, x) if step.tapped else None
         for stack, states in zip(self.stacks, state.layers, strict=True):
-            x, bank, states, mixed = stack(x, bank, states, step)
+            x, bank, states, taps, mixed = stack(x, bank, states, step, taps=taps)
             layers.append(states)
             mixtures.extend(mixed)
         out, hidden, weights = self.end(x, bank, state.hidden, lengths, step)
         state = dataclasses.replace(
             state, layers=layers, length=state.length + lengths, hidden=hidden
         )
-        return out, state, [*mixtures, weights]
+        tapped = taps and self._end_of_taps(taps, x, bank, step)
+        return out, state, Trace([*mixtures, weights], tapped)
+
+    def _end_of_taps(
+        self, taps: Taps, x: Array, bank: Array, step: Step
+    ) -> Float[Array, "M B T D"]:
+        """The tapped streams of all rows, after the last layer."""
+        mixture, _ = self.residual(x, bank, self.config.bank_rows)  # as in `end`: compiled once
+        taps = taps.record(self.config.layers - 1, x, mixture)
+        return jnp.stack([step.attention_rows(rows) for rows in taps.rows])
 
     def begin(self, tokens: Int[Array, "B T"], step: Step) -> tuple[Array, Array]:
         """The residual rows x [P, D] that this rank holds before the first layer, and their empty

@@ -15,12 +15,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, UInt
+from jaxtyping import Array, Bool, Float, Int
 
 from ..config.config import Config
 from ..numerics import at_least_float32
 from ..parallel import collectives
-from ..parallel.collectives import of_bits, to_bits
 from ..parallel.reductions import SUM
 from ..parallel.roles import Dim, Role
 from .experts.dispatch import dispatched, padded_to, real_rows, run_local_experts
@@ -136,8 +135,8 @@ class MoE(nnx.Module):
             sums = collectives.all_reduce(both, step.reduction)
             routed, shared = sums[:, : z.shape[1]], sums[:, z.shape[1] :]
             return linear(self._norm(routed), self.w_latent_up[...]) + shared
-        columns = collectives.all_gather(to_bits(z, logits)[:, None], 1)
-        z, logits = self._join_columns(columns, z, logits)
+        gather = lambda x: collectives.all_gather(x[:, None], 1)  # noqa: E731
+        z, logits = self._join_columns(*collectives.as_message(gather, (), z, logits))
         partial = self._gather_and_run(z, *self._route(logits, active), step)
         sums = collectives.all_reduce(partial, step.reduction)
         routed = linear(collectives.local_columns(self._norm(sums)), self.w_latent_up[...])
@@ -165,12 +164,12 @@ class MoE(nnx.Module):
         through the local experts, and their sums scattered back. Partial where every model rank
         holds all rows, complete where rows are sliced.
         """
-        (_, L), A = z.shape, ids.shape[1]
         axes = step.row_axes
-        messages = collectives.all_gather(to_bits(z, ids + 1, weights), 0, axes)
-        padded = len(messages)
-        messages = messages[: real_rows(padded, axes, step)] if step.is_sliced else messages
-        z, numbers, weights = of_bits(messages, (L, z.dtype), (A, jnp.int32), (A, weights.dtype))
+        gather = lambda x: collectives.all_gather(x, 0, axes)  # noqa: E731
+        gathered = collectives.as_message(gather, (), z, ids + 1, weights)
+        padded = len(gathered[0])
+        real = real_rows(padded, axes, step) if step.is_sliced else padded
+        z, numbers, weights = (x[:real] for x in gathered)
         sums = run_local_experts(z, numbers - 1, weights, self.experts, step).astype(z.dtype)
         partial = padded_to(sums, padded)
         over_model_ranks = axes == step.place.axes(Role.HEADS)
@@ -185,16 +184,15 @@ class MoE(nnx.Module):
         z, logits = linear(x, self.w_latent_down[...]), self._logits(x)
         if step.place.latent == "whole":
             return z, logits
-        return self._join_columns(collectives.columns_to_rows(to_bits(z, logits)), z, logits)
+        return self._join_columns(
+            *collectives.as_message(collectives.columns_to_rows, (), z, logits)
+        )
 
     def _join_columns(
-        self, columns: UInt[Array, "c n X"], z: Array, logits: Array
+        self, z: Float[Array, "c n X"], logits: Float[Array, "c n Y"]
     ) -> tuple[Float[Array, "c L"], Float[Array, "c E"]]:
-        """Full latent rows and logits out of every rank's columns of both, each as wide as this
-        rank's `z` and `logits`.
-        """
-        parts = of_bits(columns, (z.shape[1], z.dtype), (logits.shape[1], logits.dtype))
-        z, logits = (part.reshape(len(part), -1) for part in parts)
+        """Full latent rows and logits out of every rank's columns of both."""
+        z, logits = (part.reshape(len(part), -1) for part in (z, logits))
         return z, logits[:, : self.config.experts]  # a padded router ends in experts without a row
 
     @jax.named_scope("router")

@@ -2,6 +2,8 @@
 running sum (Attention Residuals, arXiv 2603.15031; the form in blocks).
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -11,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from ..config.config import Config
 from ..numerics import widen
 from .layers import HIGHEST, weight
+from .step import Tapped
 
 
 def scores(
@@ -79,3 +82,33 @@ class Mix(nnx.Module):
     def __call__(self, x: Array, bank: Array, count: int | Array) -> tuple[Array, Array]:
         """`mix` of x and the bank under these weights."""
         return mix(x, bank, count, widen(self.norm[...]) * widen(self.proj[...]), self.eps)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Taps:
+    """The residual stream after the tapped layers, filled while the layers run."""
+
+    rows: Float[Array, "M P D"]
+    tapped: Tapped = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, tapped: Tapped, x: Float[Array, "P D"]) -> "Taps":
+        """Room for streams like x."""
+        return cls(jnp.zeros((len(tapped.layers), *x.shape), x.dtype), tapped)
+
+    def record(
+        self, layer: int | Int[Array, ""], x: Float[Array, "P D"], mixture: Float[Array, "P D"]
+    ) -> "Taps":
+        """Keep the stream after a layer, if that is tapped: x is the running sum there, `mixture`
+        what is read next. `layer` may be traced: then one row is rewritten, never all.
+        """
+        value = x if self.tapped.stream == "sum" else mixture
+        if isinstance(layer, int):
+            if layer not in self.tapped.layers:
+                return self
+            slot = self.tapped.layers.index(layer)
+        else:
+            is_layer = jnp.asarray(self.tapped.layers, jnp.int32) == layer
+            slot = jnp.where(is_layer.any(), jnp.argmax(is_layer), len(is_layer)).astype(jnp.int32)
+        return dataclasses.replace(self, rows=self.rows.at[slot].set(value, mode="drop"))

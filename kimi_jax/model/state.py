@@ -134,6 +134,10 @@ class State:
     batch: int = dataclasses.field(default=0, metadata={"static": True})
     home: StateHome | None = dataclasses.field(default=None, metadata={"static": True})
 
+    def __repr__(self) -> str:
+        owner = f", {self.home.dtype}, {self.home.config.layers} layers" if self.home else ""
+        return f"State(batch={self.batch}, max_length={self.max_length}{owner})"
+
     def bare(self) -> "State":
         """What a step takes."""
         return dataclasses.replace(self, batch=0, home=None)

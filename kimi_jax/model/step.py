@@ -38,6 +38,18 @@ class ImplementationNames:
     chunk: int | None = None  # tokens of a KDA chunk, instead of the platform's
 
 
+@dataclasses.dataclass(frozen=True)
+class Tapped:
+    """The layers after which a step records the residual stream, 0-based and ascending, and which
+    of two streams that is. "sum": the running sum, restarted at every block start, so without the
+    blocks in the bank. "mixture": what the next layer's attention reads of bank and sum, before its
+    norm; after the last layer, what the output norm reads.
+    """
+
+    layers: tuple[int, ...]
+    stream: str = "sum"
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Step:
@@ -56,6 +68,7 @@ class Step:
     is_sliced: bool = dataclasses.field(default=False, metadata={"static": True})
     stripes: Stripes = dataclasses.field(default=Stripes(), metadata={"static": True})
     model_ranks: int = dataclasses.field(default=1, metadata={"static": True})
+    tapped: Tapped | None = dataclasses.field(default=None, metadata={"static": True})
 
     @classmethod
     def of(

@@ -5,9 +5,10 @@ so that one device runs the same code and its program holds no collective. Of P 
 ranks, rank r holds rows r c to (r + 1) c, c = ceil(P / n); the last ones are zero-padded.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -156,6 +157,37 @@ def of_bits(bits: UInt[Array, "... X"], *widths: tuple[int, DTypeLike]) -> list[
             numbers = part.reshape(*part.shape[:-1], width, words) if words > 1 else part
             arrays.append(jax.lax.bitcast_convert_type(numbers, dtype))
     return arrays
+
+
+def as_message(move: Callable[..., Array], operands: tuple, *arrays: Array) -> tuple[Array, ...]:
+    """`move(x, *operands)` of each array x, which moves numbers but along the last dim, in one
+    message of their bits. Bits have no gradient: those of the arrays go back one by one.
+    """
+    return tuple(_message(move, operands, *arrays))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _message(move: Callable[..., Array], operands: tuple, *arrays: Array) -> Any:
+    widths = [(x.shape[-1], x.dtype) for x in arrays]
+    return tuple(of_bits(move(to_bits(*arrays), *operands), *widths))
+
+
+def _sent_message(move: Callable[..., Array], operands: tuple, *arrays: Array) -> tuple:
+    return _message(move, operands, *arrays), (operands, arrays)
+
+
+def _message_back(move: Callable[..., Array], sent: tuple, gradients: Sequence) -> tuple:
+    operands, arrays = sent
+
+    def back(array: Array, gradient: Array) -> Array | None:
+        if jnp.issubdtype(array.dtype, jnp.integer):
+            return None
+        return jax.linear_transpose(lambda x: move(x, *operands), array)(gradient)[0]
+
+    return None, *map(back, arrays, gradients)
+
+
+_message.defvjp(_sent_message, _message_back)
 
 
 # The all-to-all of variable size: each rank holds a block of up to c rows for every rank.

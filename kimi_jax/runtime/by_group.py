@@ -22,7 +22,7 @@ from ..model.decoder import Kimi, Span, Stack, spans
 from ..model.state import KDAState, MLAState, State
 from ..model.step import Step
 from ..parallel.mesh import DATA, MODEL
-from .model_on_mesh import BY_ROW, REPLICATED, ModelOnMesh, merged
+from .model_on_mesh import BY_ROW, BY_SECOND, REPLICATED, ModelOnMesh, merged
 from .rows import Rows
 from .sampling import sample
 
@@ -31,7 +31,7 @@ from .sampling import sample
 ROWS, BANK = "rows", "bank"
 Specs = Sequence[Any]
 _BEGUN = (BY_ROW, BY_ROW, BY_ROW, REPLICATED, ROWS, BANK)
-_SAMPLED = (REPLICATED, PartitionSpec(None, DATA))
+_SAMPLED = (REPLICATED, BY_SECOND)
 
 
 class Part(NamedTuple):
@@ -132,7 +132,7 @@ class StepParts:
             layers = merged(stack, {inner[name]: array for name, array in weights.items()})
             states = self._joined(one, caches, recurrent)
             at = number if span.groups > 1 else 0
-            x, bank, states, _ = layers(x, bank, states, step, at, starts_block)
+            x, bank, states, _, _ = layers(x, bank, states, step, at, starts_block)
             following = number + 1 if span.groups > 1 else number
             return following, x, bank, *self._parted(states)
 
@@ -279,6 +279,17 @@ class ByGroup(StepParts):
         out, length, hidden = self.end(*step, ends, x, bank, state.hidden)
         self._keep_order(out)
         return out, State([layers], length, hidden, state.max_length)
+
+    def after_end(self, function: Callable, count: int) -> Callable:
+        """(weights, *arrays [B, ...]) -> `function` of the model, without its layers, and of
+        `count` arrays: an array [B, ...]. A program of its own; the first is the rows of `advance`.
+        """
+
+        def device_fn(weights: dict[str, Array], *arrays: Array) -> Array:
+            return function(self._merged_ends(weights), *arrays)
+
+        run = self._compiled(device_fn, (self._end_specs, *[BY_ROW] * count), BY_ROW)
+        return lambda weights, *arrays: run(self.end_weights(weights), *arrays)
 
     def _keep_order(self, x: Array) -> None:
         """On CPUs, wait for a call: devices take threads from one pool there, and the collectives

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from ..config.config import Config
+from ..config.released import RELEASED
 from ..errors import PlacementError, bytes_text, shown
 from ..model.decoder import Declared, Kimi, declare, kind_spans, new_state
 from ..model.layers import Term
@@ -202,12 +203,15 @@ def plan(
 ) -> Plan:
     """What each device of a mesh, {"data": 1, "model": 8} or a real one, would hold, from shapes.
 
+    `config`: a `Config`, a folder, or the name of a released model, "k3" or "k3.1".
     Needs no device and allocates nothing. `batch` requests of `context` tokens each (default 4096,
     or the model's limit where that is less); `packed`: experts in MXFP4 (default: as the config
     says). Raises one `PlacementError` with every invalid argument, or what `Placement.check`
     raises.
     """
-    config = config if isinstance(config, Config) else Config.from_hf(config)
+    if not isinstance(config, Config):
+        released = RELEASED.get(config) if isinstance(config, str) else None
+        config = Config.from_hf(released or config)
     problems: list[str] = []
     sizes = _checked(mesh_sizes, mesh, ONE_DEVICE, problems)
     values: dict[str, Any] = {

@@ -41,6 +41,7 @@ WEIGHTS = "weights"
 STATE = "state"  # of the requests, rows split over `data`
 STATE_ROW = "state row"  # a copy of one row, on every data rank
 BY_ROW = PartitionSpec(DATA)
+BY_SECOND = PartitionSpec(None, DATA)  # arrays [..., B, ...] whose second dim is the rows
 REPLICATED = PartitionSpec()
 
 

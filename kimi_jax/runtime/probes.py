@@ -74,7 +74,8 @@ def _greedy_rows(program: Program, B: int) -> Rows:
     """Rows that decode greedily, 8 steps a call, as shapes with their shardings."""
     by_row = NamedSharding(program.mesh, BY_ROW)
     numbers = ("remaining", "seeds", "counts", "top_k", "min_new_tokens")
-    factors = ("temperature", "top_p", "min_p", "repetition_penalty")
+    penalties = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+    factors = ("temperature", "top_p", "min_p", *penalties)
     types = dict.fromkeys(numbers, jnp.int32) | dict.fromkeys(factors, jnp.float32)
     arrays: dict[str, Any] = {
         name: jax.ShapeDtypeStruct((B,), dtype, sharding=by_row)
@@ -82,7 +83,7 @@ def _greedy_rows(program: Program, B: int) -> Rows:
     }
     arrays["stop_ids"] = jax.ShapeDtypeStruct((B, 1), jnp.int32, sharding=by_row)
     greedy = {"top_logprobs": 0, "draws": False, "masks_stops": False, "steps_per_call": 8}
-    return Rows(bias=None, seen=None, **arrays, **greedy)
+    return Rows(bias=None, seen=None, reply_counts=None, **arrays, **greedy)
 
 
 def _compile(
@@ -180,7 +181,7 @@ def key_selection(model: Runner, B: int, T: int) -> Callable[[State], list]:
         model.place_rows(rng.standard_normal((B, T, width), np.float32).astype(model.dtype))
         for width in (model.config.hidden, model.config.q_rank)
     )
-    return lambda state: select_on_mesh(model.weights, state.bare(), x, latent)
+    return lambda state: select_on_mesh(model.params, state.bare(), x, latent)
 
 
 def _mla_layers(stack: Stack, states: Sequence[Any]) -> Iterator[tuple[MLA, Any, int]]:

@@ -6,17 +6,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from ..compilation.function import CompiledFunction
 from ..config.block_sizes import block_sizes
 from ..config.config import Config
-from ..model.decoder import Kimi
+from ..model.decoder import Kimi, Trace
 from ..model.implementations import Implementations, fast_on
 from ..model.mxfp4 import MXFP4, Quantization
 from ..model.state import STATE_DIMS, State
+from ..model.step import Tapped
 from ..parallel.collectives import all_gather, rank, ranks
 from ..parallel.mesh import DATA, MODEL, as_mesh
 from ..parallel.placement import Placement, as_placement
@@ -24,6 +25,7 @@ from .by_group import ByGroup
 from .memory import DTYPES
 from .model_on_mesh import (
     BY_ROW,
+    BY_SECOND,
     REPLICATED,
     STATE,
     STATE_ROW,
@@ -80,7 +82,7 @@ class Program(ModelOnMesh):
         def device_fn(
             weights: dict, state: State, tokens: Array, lengths: Array
         ) -> tuple[Array, State]:
-            model, _, state, _ = self._run(weights, state, tokens, lengths, kind)
+            model, _, state, _ = self.run(weights, state, tokens, lengths, kind)
             return model.head_logits(state.hidden), state
 
         inputs = (WEIGHTS, STATE, BY_ROW, BY_ROW)
@@ -95,11 +97,14 @@ class Program(ModelOnMesh):
         """The module with these arrays, local or global, as its weights."""
         return merged(self.declared, weights)
 
-    def _run(
-        self, weights: dict, state: State, tokens: Array, lengths: Array, kind: str = "prefill"
-    ) -> tuple[Kimi, Array, State, list]:
+    def run(
+        self, weights: dict, state: State, tokens: Array, lengths: Array, kind: str = "prefill",
+        tapped: Tapped | None = None,
+    ) -> tuple[Kimi, Array, State, Trace]:  # fmt: skip
+        """The model with its weights, and what it makes of new tokens; called per device."""
         model = self.merge(weights)
         step = self.step_info(state.length, lengths, tokens.shape[1], kind)
+        step = dataclasses.replace(step, tapped=tapped)
         tokens = jnp.where(step.valid, tokens, 0)
         return model, *model(tokens, state, lengths, step)
 
@@ -137,7 +142,7 @@ class Program(ModelOnMesh):
             return sampled, state
 
         inputs = (WEIGHTS, STATE, BY_ROW, REPLICATED)
-        outputs = (PartitionSpec(None, DATA), STATE)
+        outputs = (BY_SECOND, STATE)
         compiled = self.compiled(device_fn, inputs, outputs, "decode", donate=1)
         return StatesFunction(self, compiled, donate=1)
 
@@ -200,7 +205,7 @@ class Program(ModelOnMesh):
         """
 
         def device_fn(weights: dict, tokens: Array, lengths: Array) -> Array:
-            model, out, _, _ = self._run(weights, self._local(tokens), tokens, lengths)
+            model, out, _, _ = self.run(weights, self._local(tokens), tokens, lengths)
             return model.head_logits(out)
 
         return self.shard(device_fn, (WEIGHTS, BY_ROW, BY_ROW), BY_ROW)(weights, tokens, lengths)
@@ -211,20 +216,19 @@ class Program(ModelOnMesh):
         """
 
         def device_fn(weights: dict, tokens: Array, lengths: Array) -> list[Array]:
-            mixed = self._run(weights, self._local(tokens), tokens, lengths)[3]
+            mixed = self.run(weights, self._local(tokens), tokens, lengths)[3].mixtures
             if not self.place.slices_rows(tokens.size):
                 return mixed
             return [all_gather(weights, 1)[:, : tokens.size] for weights in mixed]
 
-        by_row = PartitionSpec(None, DATA)
-        return self.shard(device_fn, (WEIGHTS, BY_ROW, BY_ROW), by_row)(weights, tokens, lengths)
+        return self.shard(device_fn, (WEIGHTS, BY_ROW, BY_ROW), BY_SECOND)(weights, tokens, lengths)
 
     def _local(self, tokens: Array) -> State:
         return self.empty(tokens.shape[0], tokens.shape[1], ranks(MODEL))
 
     @functools.cached_property
     def jitted_logits(self) -> CompiledFunction | CallsInTurn:
-        """`logits`, compiled."""
+        """`logits`, compiled; where layers are walked by group, it cannot be differentiated."""
         if self.walk == "by_group":
             return CallsInTurn(self._logits_by_group, self.mesh)
         return self.compiled_ahead(self.logits, (WEIGHTS, BY_ROW, BY_ROW), "logits")

@@ -27,10 +27,15 @@ class Rows:
     top_p: Leaf  # [B]
     min_p: Leaf  # [B]
     repetition_penalty: Leaf  # [B]
+    frequency_penalty: Leaf  # [B]
+    presence_penalty: Leaf  # [B]
     min_new_tokens: Leaf  # [B]
     stop_ids: Leaf  # [B, M] ids that end a row; -1: none
     bias: Leaf | None  # [B, Z] added to logits; None: no row has any
-    seen: Leaf | None  # [B, Z] ids that prompt or reply hold; None: no row has a penalty
+    # [B, Z] ids that prompt or reply hold; None: no row has a repetition penalty.
+    seen: Leaf | None
+    # [B, Z] how often the reply holds each id; None: no row has a penalty for that.
+    reply_counts: Leaf | None
     top_logprobs: int = dataclasses.field(metadata={"static": True})  # best tokens to report
     draws: bool = dataclasses.field(metadata={"static": True})  # some row has a temperature
     masks_stops: bool = dataclasses.field(metadata={"static": True})  # some row has min_new_tokens
@@ -42,14 +47,17 @@ class Rows:
         """
         stopped = jnp.any(ids[:, None] == self.stop_ids, axis=1)
         count = self.active.astype(jnp.int32)
-        seen = self.seen
+        seen, reply_counts = self.seen, self.reply_counts
+        batch = jnp.arange(len(ids), dtype=jnp.int32)
         if seen is not None:
-            batch = jnp.arange(len(ids), dtype=jnp.int32)
             seen = seen.at[batch, ids].set(seen[batch, ids] | self.active)
+        if reply_counts is not None:
+            reply_counts = reply_counts.at[batch, ids].add(count)
         return dataclasses.replace(
             self,
             active=self.active & usable & ~stopped & (self.remaining > 1),
             remaining=self.remaining - count,
             counts=self.counts + count,
             seen=seen,
+            reply_counts=reply_counts,
         )

@@ -3,7 +3,7 @@ they are given. Knows no text.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -41,7 +41,7 @@ class Runner:
     """A decoder ready to run: `logits`, `new_state`, `prefill` and `decode` of token ids."""
 
     program: Program
-    weights: dict[tuple, Array]
+    params: dict[tuple, Array]  # by path in the module, equal layers stacked
     chunk: int = dataclasses.field(default=256, kw_only=True)  # most tokens of a row in a prefill
 
     @property
@@ -79,10 +79,10 @@ class Runner:
         Positions at and after a row's length are undefined. Raises `RequestError` for a row longer
         than the model's context.
         """
-        ids, lengths = self._checked(tokens, lengths)
+        ids, lengths = _checked(tokens, lengths, self.config.vocab)
         self._refuse_over_context(lengths)
         B, T = ids.shape
-        logits = self.program.jitted_logits(self.weights, *self._placed(ids, lengths))
+        logits = self.program.jitted_logits(self.params, *self._placed(ids, lengths))
         with own_mesh(self.mesh):
             return logits[:B, :T]
 
@@ -90,10 +90,10 @@ class Runner:
         """The weights of each residual mixture: [2 * layers + 1, bank rows + 1, T]. The running sum
         comes last, after the bank; 0 where a bank row is not used.
         """
-        ids, lengths = self._checked([tokens], None)
+        ids, lengths = _checked([tokens], None, self.config.vocab)
         self._refuse_over_context(lengths)
         T = ids.shape[1]
-        rows = self.program.jitted_mixtures(self.weights, *self._placed(ids, lengths))
+        rows = self.program.jitted_mixtures(self.params, *self._placed(ids, lengths))
         weights = np.zeros((len(rows), self.config.bank_rows + 1, T))
         for out, mixed in zip(weights, map(to_host, rows), strict=True):
             out[: len(mixed) - 1], out[-1] = mixed[:-1, :T], mixed[-1, :T]
@@ -139,7 +139,7 @@ class Runner:
     def _checked_advance(
         self, state: State, tokens: Ids, lengths: Ids | None, kind: str
     ) -> tuple[Array, State]:
-        ids, lengths = self._checked(tokens, lengths)
+        ids, lengths = _checked(tokens, lengths, self.config.vocab)
         self._fits(state, lengths)
         return self.advance(state, ids, lengths, kind)
 
@@ -152,10 +152,33 @@ class Runner:
             piece = ids[:, first : first + self.chunk]
             part = np.clip(lengths - first, 0, self.chunk)
             placed = self._placed(piece, part)
-            logits, state = self.program.advance(self.weights, state, *placed, kind)
+            logits, state = self.program.advance(self.params, state, *placed, kind)
         assert logits is not None
         with own_mesh(self.mesh):
             return logits if len(logits) == len(ids) else logits[: len(ids)], state
+
+    def in_chunks(
+        self,
+        step: Callable,
+        tokens: Ids,
+        lengths: Ids | None,
+        *more: np.ndarray,
+        room: int | None = None,
+    ) -> Iterator[tuple[Array, int]]:
+        """The results of a compiled step, (params, state, tokens, lengths, *more) -> (result,
+        state), over prompts [B, T] and arrays like them, a chunk at a time in a state for `room`
+        tokens (default T); with each result how many of its positions are not padding.
+        """
+        ids, lengths = _checked(tokens, lengths, self.config.vocab)
+        self._refuse_over_context(lengths)
+        B, T = ids.shape
+        state = self.new_state(B, room or T)
+        for first in range(0, T, self.chunk):
+            piece = slice(first, first + self.chunk)
+            placed = self._placed(ids[:, piece], np.clip(lengths - first, 0, self.chunk))
+            extra = [self._placed(array[:, piece], lengths)[0] for array in more]
+            result, state = step(self.params, state, *placed, *extra)
+            yield result, min(self.chunk, T - first)
 
     def _placed(self, ids: np.ndarray, lengths: np.ndarray) -> tuple[Any, Any]:
         """Ids and lengths on the mesh, padded to a multiple of the data ranks and to a bucket's
@@ -167,35 +190,6 @@ class Runner:
         lengths = np.pad(lengths, (0, pad_rows)).astype(np.int32)
         rows = NamedSharding(self.mesh, PartitionSpec(DATA))
         return to_mesh(ids, rows), to_mesh(lengths, rows)
-
-    def _checked(self, tokens: Ids, lengths: Ids | None) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens [B, T] and lengths [B] as int32. Raises `RequestError` for invalid ones."""
-        ids = _array("tokens", tokens, "[B, T]: pad rows to one length")
-        if ids.ndim != 2 or 0 in ids.shape or ids.dtype.kind not in "iu":
-            raise RequestError(
-                f"tokens must be whole numbers [B, T], none empty; got {ids.dtype} {ids.shape}"
-            )
-        B, T = ids.shape
-        lengths = np.full(B, T) if lengths is None else _array("lengths", lengths, "[B]")
-        if (
-            lengths.shape != (B,)
-            or lengths.dtype.kind not in "iu"
-            or lengths.min() < 0
-            or lengths.max() > T
-        ):
-            raise RequestError(
-                f"lengths must be {B} whole numbers from 0 to {T}; got {shown(lengths.tolist())}"
-            )
-        bad = ((ids < 0) | (ids >= self.config.vocab)) & (np.arange(T) < lengths[:, None])
-        if bad.any():
-            row, at = np.argwhere(bad)[0]
-            raise RequestError(
-                f"token id {ids[row, at]} at row {row}, position {at} is outside the vocabulary of "
-                f"{self.config.vocab}"
-            )
-        ids = np.where(np.arange(T) < lengths[:, None], ids, 0).astype(np.int32)
-        agree("tokens and lengths", ids, lengths)
-        return ids, lengths.astype(np.int32)
 
     def _refuse_over_context(self, lengths: np.ndarray) -> None:
         limit = self.config.max_positions
@@ -227,6 +221,36 @@ class Runner:
             raise RequestError("\n".join(problems))
 
 
+def _checked(tokens: Ids, lengths: Ids | None, vocab: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens [B, T] and lengths [B] as int32. Raises `RequestError` for invalid ones."""
+    ids = _array("tokens", tokens, "[B, T]: pad rows to one length")
+    if ids.ndim != 2 or 0 in ids.shape or ids.dtype.kind not in "iu":
+        raise RequestError(
+            f"tokens must be whole numbers [B, T], none empty; got {ids.dtype} {ids.shape}"
+        )
+    B, T = ids.shape
+    lengths = np.full(B, T) if lengths is None else _array("lengths", lengths, "[B]")
+    if (
+        lengths.shape != (B,)
+        or lengths.dtype.kind not in "iu"
+        or lengths.min() < 0
+        or lengths.max() > T
+    ):
+        raise RequestError(
+            f"lengths must be {B} whole numbers from 0 to {T}; got {shown(lengths.tolist())}"
+        )
+    bad = ((ids < 0) | (ids >= vocab)) & (np.arange(T) < lengths[:, None])
+    if bad.any():
+        row, at = np.argwhere(bad)[0]
+        raise RequestError(
+            f"token id {ids[row, at]} at row {row}, position {at} is outside the vocabulary of "
+            f"{vocab}"
+        )
+    ids = np.where(np.arange(T) < lengths[:, None], ids, 0).astype(np.int32)
+    agree("tokens and lengths", ids, lengths)
+    return ids, lengths.astype(np.int32)
+
+
 def _array(name: str, value: Any, shape: str) -> np.ndarray:
     """`value` as an array. Raises `RequestError` with the expected shape where it is not one."""
     try:
@@ -250,7 +274,7 @@ def prepare_prefill(runner: Runner, state: State, lengths: Iterable[int]) -> Non
         ids = jax.ShapeDtypeStruct((rows, width), np.int32)
         counts = jax.ShapeDtypeStruct((rows,), np.int32)
         step = runner.program.step_for("prefill", ids.shape)
-        step.prepare(runner.weights, state.bare(), ids, counts)
+        step.prepare(runner.params, state.bare(), ids, counts)
 
 
 def load_weights(

@@ -20,7 +20,8 @@ class Sample:
     smallest set of best tokens that holds probability `top_p` (always at least one), and tokens of
     at least `min_p` times the best one's probability. Temperature 0 takes the best token.
     `repetition_penalty` p divides positive logits of tokens that prompt or reply hold by p and
-    multiplies negative ones (1: none; Keskar et al. 2019).
+    multiplies negative ones (1: none; Keskar et al. 2019). `frequency_penalty` is subtracted from
+    the logit of a token as often as the reply holds it, `presence_penalty` once where it holds it.
     """
 
     temperature: float = 1.0
@@ -28,6 +29,8 @@ class Sample:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
 
     def __post_init__(self) -> None:
         if problems := sampling_problems(**dataclasses.asdict(self)):
@@ -35,7 +38,13 @@ class Sample:
 
 
 def sampling_problems(
-    temperature: Any, top_k: Any, top_p: Any, min_p: Any = 0.0, repetition_penalty: Any = 1.0
+    temperature: Any,
+    top_k: Any,
+    top_p: Any,
+    min_p: Any = 0.0,
+    repetition_penalty: Any = 1.0,
+    frequency_penalty: Any = 0.0,
+    presence_penalty: Any = 0.0,
 ) -> list[str]:
     """What is wrong with the fields of a `Sample`."""
     problems = []
@@ -49,6 +58,12 @@ def sampling_problems(
     p = repetition_penalty
     if not (is_number(p) and np.finfo(np.float32).tiny <= p < np.inf):
         problems.append(f"repetition_penalty must be a finite number > 0, got {shown(p)}")
+    for name, penalty in (
+        ("frequency_penalty", frequency_penalty),
+        ("presence_penalty", presence_penalty),
+    ):
+        if not (is_number(penalty) and abs(penalty) < np.inf):
+            problems.append(f"{name} must be a finite number, got {shown(penalty)}")
     return problems
 
 
@@ -69,13 +84,22 @@ class TokenLogprob:
 
 
 def adjust(logits: Float[Array, "B Z"], rows: Rows) -> Float[Array, "B Z"]:
-    """Apply logit bias and repetition penalty; mask stop ids until `min_new_tokens`."""
+    """Apply logit bias, then repetition, frequency and presence penalty; mask stop ids until
+    `min_new_tokens`.
+    """
     if rows.bias is not None:
         logits = logits + rows.bias.astype(logits.dtype)
     if rows.seen is not None:
         penalty = rows.repetition_penalty[:, None].astype(logits.dtype)
         penalized = jnp.where(logits > 0, logits / penalty, logits * penalty)
         logits = jnp.where(rows.seen, penalized, logits)
+    if rows.reply_counts is not None:
+        frequency, presence = (
+            penalty[:, None].astype(logits.dtype)
+            for penalty in (rows.frequency_penalty, rows.presence_penalty)
+        )
+        times = rows.reply_counts.astype(logits.dtype)
+        logits = logits - (frequency * times + presence * jnp.minimum(times, 1))
     if rows.masks_stops:
         too_early = rows.counts < rows.min_new_tokens
         logits = jnp.where(too_early[:, None] & is_stop_id(rows, logits.shape[1]), -jnp.inf, logits)
@@ -120,8 +144,8 @@ def sample(
     Float[Array, "B top"],
 ]:
     """The next token of each row, whether its logits could be used (no NaN, some finite maximum,
-    also after bias and penalty), its log-probability, and the `top_logprobs` best tokens with
-    their log-probabilities. Log-probabilities are those before bias, penalty, temperature and
+    also after bias and penalties), its log-probability, and the `top_logprobs` best tokens with
+    their log-probabilities. Log-probabilities are those before bias, penalties, temperature and
     truncation.
     """
     adjusted = adjust(logits, rows)

@@ -80,6 +80,9 @@ class Tokenizer:
             "kimi", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={}
         )
 
+    def __repr__(self) -> str:
+        return f"Tokenizer({self.vocab_size:,} ids, {len(self.special_ids):,} of them special)"
+
     @staticmethod
     def is_in(path: str | os.PathLike[str]) -> bool:
         """Whether a folder holds tokenizer files at all, either of the two being enough to expect

@@ -167,9 +167,9 @@ def test_stop_text_ends_a_reply(run, loaded):
 
 def test_nan_logits_are_an_error_of_their_own(run, loaded, model, monkeypatch):
     broken = {
-        path: w * float("nan") if path[-1] == "head" else w for path, w in model.weights.items()
+        path: w * float("nan") if path[-1] == "head" else w for path, w in model.params.items()
     }
-    monkeypatch.setattr(kj, "load", lambda *a, **k: dataclasses.replace(model, weights=broken))
+    monkeypatch.setattr(kj, "load", lambda *a, **k: dataclasses.replace(model, params=broken))
     code, out, err = run("generate", "the cat")
     assert (
         code == 1

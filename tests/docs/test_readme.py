@@ -3,6 +3,7 @@
 import re
 import shlex
 
+import jax
 import numpy as np
 from chats import Script
 from conftest import ROOT
@@ -70,6 +71,25 @@ def test_the_python_of_many_devices_runs(monkeypatch, tmp_path):
     assert (tmp_path / "conversation").is_dir() and state.length.tolist() == [3]
     _, stayed = model.prefill(model.new_state(1, 64), [[65, 66, 67]])
     np.testing.assert_array_equal(model.decode(state, [68])[0], model.decode(stayed, [68])[0])
+
+
+def test_the_python_of_scores_and_gradients_runs(monkeypatch):
+    """Scores and hidden states, then adapters trained over eight devices, whose loss falls."""
+    monkeypatch.chdir(ROOT)
+    names = {"kj": kj, "model": kj.load()}
+    # JAX's own defaults, which a reader has: the tests are stricter about types and ranks.
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        for begin in ("(score,) = ", "import jax, jax.numpy"):
+            start = TEXT.index(f"```python\n{begin}") + len("```python\n")
+            exec(compile(TEXT[start : TEXT.index("```", start)], "README.md", "exec"), names)
+    score, tokenizer = names["score"], names["model"].tokenizer
+    text, count = tokenizer.decode(score.tokens), len(score.tokens)
+    assert score.byte_count == len(text.encode()) - len(tokenizer.decode(score.tokens[:1]).encode())
+    assert score.bits_per_byte == score.nats / np.log(2) / score.byte_count < 3
+    assert names["stream"].shape == (3, 1, count, names["model"].config.hidden)
+    assert names["trained"].mesh.size == 8 and names["losses"][-1] < 0.9 * names["losses"][0]
+    name = "layers.0.attention.w_o"
+    assert not np.array_equal(names["tuned"].weights[name], names["model"].weights[name])
 
 
 def test_links_to_files_of_the_repository_are_alive():

@@ -148,11 +148,11 @@ def test_stop_ids_end_some_requests_early_and_results_keep_their_order(placed):
 
 def poisoned(model, token):
     """The model with NaN for the embedding of one token."""
-    embed = model.weights[("embed",)]
+    embed = model.params[("embed",)]
     broken = np.array(embed)
     broken[token] = np.nan
-    weights = model.weights | {("embed",): jax.device_put(broken, embed.sharding)}
-    return dataclasses.replace(model, weights=weights)
+    weights = model.params | {("embed",): jax.device_put(broken, embed.sharding)}
+    return dataclasses.replace(model, params=weights)
 
 
 def test_requests_that_fail_leave_all_others_as_they_are(placed):

@@ -88,9 +88,9 @@ def test_log_probabilities_are_those_of_the_logits(model):
 
 
 def test_nan_in_the_model_is_an_error_and_not_a_token(model):
-    weights = dict(model.weights)
+    weights = dict(model.params)
     weights[("norm",)] = jnp.full_like(weights[("norm",)], jnp.nan)
-    broken = dataclasses.replace(model, weights=weights)
+    broken = dataclasses.replace(model, params=weights)
     out = broken.generate([[3, 1, 4]], **SAMPLING)[0]
     assert (out.finish_reason, out.tokens) == ("error", [])
     assert "NaN" in out.error
@@ -134,6 +134,59 @@ def test_a_penalty_counts_what_the_reply_holds(model, trip):
     strategy = kj.Sample(temperature=0.0, repetition_penalty=1e6)
     options = dict(sampling=strategy, logit_bias=bias, trip=trip, **SAMPLING)
     assert model.generate([[3, 9]], **options)[0].tokens[:3] == [5, 6, 7]
+
+
+@pytest.mark.parametrize("trip", [1, 8])
+def test_penalties_of_a_reply_are_those_of_its_own_tokens(model, trip):
+    """Greedy decoding beside a row without penalties, against fresh forwards and NumPy counts."""
+    penalties = dict(frequency_penalty=[1.9, 0.0], presence_penalty=[1.1, 0.0])
+    options = dict(stop_tokens=[], max_new_tokens=10, trip=trip, logit_bias={5: 9.0, 6: 8.5})
+    penalized, plain = model.generate([[5, 5, 6], [5, 5, 6]], **penalties, **options)
+    reply = []
+    for token in penalized.tokens:
+        ids = [5, 5, 6, *reply]
+        logits = np.asarray(model.logits([ids + [0] * (16 - len(ids))], [len(ids)]), np.float64)
+        scores = logits[0, len(ids) - 1]
+        scores[5] += 9.0
+        scores[6] += 8.5
+        times = np.bincount(reply, minlength=len(scores))
+        assert token == (scores - 1.9 * times - 1.1 * (times > 0)).argmax()
+        reply.append(token)
+    assert len(set(penalized.tokens)) > len(set(plain.tokens))
+
+
+def test_n_completions_of_a_prompt_are_those_of_seeds_in_a_row(model):
+    """In order, prompt by prompt; their prompt is prefilled once."""
+    prompts, options = [[1, 2, 3], [4, 5]], dict(temperature=1.0, **SAMPLING)
+    outs = model.generate(prompts, n=[3, 2], seed=[7, 2**31 - 1], **options)
+    seeds = [(0, 7), (0, 8), (0, 9), (1, 2**31 - 1), (1, 0)]
+    for out, (prompt, seed) in zip(outs, seeds, strict=True):
+        assert out.tokens == model.generate(prompts[prompt], seed=seed, **options)[0].tokens
+    assert [out.usage.cached_tokens for out in outs] == [0, 3, 3, 0, 2]
+    assert len({tuple(out.tokens) for out in outs[:3]}) == 3
+    one_slot = model.generate(prompts, n=[3, 2], seed=[7, 2**31 - 1], slots=1, **options)
+    assert [out.tokens for out in one_slot] == [out.tokens for out in outs]
+    with pytest.raises(kj.PromptError, match="n must be 1"):
+        model.generate([3], n=2, session=model.session())
+
+
+def test_arrays_are_prompts(model):
+    ids = [[3, 1, 4], [1, 5, 9]]
+    want = [out.tokens for out in model.generate(ids, **SAMPLING)]
+    for given in (np.array(ids), jnp.asarray(ids, jnp.int32), [jnp.asarray(row) for row in ids]):
+        assert [out.tokens for out in model.generate(given, **SAMPLING)] == want
+    (alone,) = model.generate(jnp.asarray(ids[0]), **SAMPLING)
+    assert alone.tokens == want[0]
+    assert [event.token for event in model.stream(jnp.asarray(ids[1]), **SAMPLING)] == want[1]
+
+
+def test_a_conversation_is_sent_to_chat(model):
+    message = {"role": "user", "content": "Hello"}
+    for call in (model.generate, model.stream, model.session().generate):
+        with pytest.raises(kj.PromptError, match=r"use chat\(messages\)"):
+            call([message])
+    with pytest.raises(kj.PromptError, match=r"prompt 1: .*use chat\(messages\)"):
+        model.generate([[1], [message]])
 
 
 def test_what_leaves_nothing_to_choose_is_an_error(model):

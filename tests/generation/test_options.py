@@ -8,9 +8,9 @@ import pytest
 from models import SHALLOW, compilations, write, write_talking
 
 import kimi_jax as kj
+from kimi_jax.generation import chat, prompts
 from kimi_jax.generation import generate as g
-from kimi_jax.generation import prompts
-from kimi_jax.generation.option_checks import of_one_prompt
+from kimi_jax.generation.option_checks import RequestKeywords, of_one_prompt
 from kimi_jax.generation.options import Options, option_help
 
 SAMPLING = dict(max_new_tokens=6, stop_tokens=[])
@@ -56,10 +56,12 @@ def checked(model, count=1, **options):
     """The options of so many prompts, below the signatures, whose types the tests enforce and
     users' programs do not.
     """
-    slots, trip = options.pop("slots", 1), options.pop("trip", 1)
+    slots, trip, n = (options.pop(name, 1) for name in ("slots", "trip", "n"))
     prompts = lambda: [[1]] * count  # noqa: E731
     owners = {name: options.pop(name, None) for name in ("cache", "session")}
-    requests, _ = g._prepare(model, prompts, Options(**options), slots=slots, trip=trip, **owners)
+    requests, _ = g._prepare(
+        model, prompts, Options(**options), n=n, slots=slots, trip=trip, **owners
+    )
     return [request.options for request in requests]
 
 
@@ -100,8 +102,8 @@ OTHER = [
 
 PLAIN = {
     "max_new_tokens": 1, "min_new_tokens": 0, "temperature": 0.0, "top_p": 1.0, "top_k": 0,
-    "min_p": 0.0, "repetition_penalty": 1.0,
-    "seed": 0, "logprobs": False, "slots": 1, "trip": 1, "stop": None, "stop_tokens": None,
+    "min_p": 0.0, "repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0,
+    "seed": 0, "logprobs": False, "n": 1, "slots": 1, "trip": 1, "stop": None, "stop_tokens": None,
     "logit_bias": None,
 }  # fmt: skip
 
@@ -113,6 +115,9 @@ SOUND = {  # which of the values above an option takes
     "top_p": WHOLE[:2] + WHOLE[3:5] + REAL[:2],
     "min_p": WHOLE[:2] + WHOLE[3:5] + REAL[:2],
     "repetition_penalty": WHOLE[1:2] + WHOLE[3:8] + REAL[:2],
+    "frequency_penalty": WHOLE[:8] + REAL[:3],
+    "presence_penalty": WHOLE[:8] + REAL[:3],
+    "n": WHOLE[1:2] + WHOLE[3:5],
     "top_k": WHOLE[:2] + WHOLE[3:5] + WHOLE[6:7],
     "seed": WHOLE[:2] + WHOLE[3:5] + WHOLE[6:7],
     "logprobs": [*WHOLE[:2], *WHOLE[3:5], True],
@@ -182,6 +187,8 @@ MIXED = {
     "top_k": [0, 5, 0, 3],
     "min_p": [0.0, 0.01, 0.1, 0.0],
     "repetition_penalty": [1.0, 1.3, 1.0, 5.0],
+    "frequency_penalty": [0.0, 0.7, -0.4, 0.0],
+    "presence_penalty": [1.5, 0.0, 0.3, 0.0],
     "seed": [3, 4, 5, 6],
     "stop": [["e"], None, ["a", "t"], []],
     "stop_tokens": [None, [5, 9], [], range(40)],
@@ -290,10 +297,31 @@ def test_help_lists_every_option_with_its_default():
     assert all(option_help(option) for option in defaults)
 
 
-def test_an_option_that_is_not_one_is_a_type_error(model):
-    for call in (model.generate, model.stream, model.session().generate):
-        with pytest.raises(TypeError, match="temprature"):
+def test_an_option_that_is_not_one_is_a_type_error_with_the_name_that_was_meant(model):
+    session = model.session()
+    for call in (model.generate, model.stream, session.generate, session.stream):
+        with pytest.raises(TypeError, match="no option temprature; did you mean temperature"):
             call([1], temprature=1.0)
+        with pytest.raises(
+            TypeError, match=r"(?s)max_tokens; did you mean max_new_tokens.*no option x$"
+        ):
+            call([1], max_tokens=3, x=1)
+    with pytest.raises(TypeError, match="num_return_sequences; did you mean n"):
+        model.generate([1], num_return_sequences=3)
+    with pytest.raises(TypeError, match=r"stream\(\) has no option n$"):
+        model.stream([1], n=2)
+
+
+def test_the_keywords_for_type_checkers_are_the_options():
+    """Each option of `Options`, and of the functions that users call, under the same name."""
+    assert list(RequestKeywords.__annotations__) == list(Options.__annotations__)
+    for function, keywords, others in (
+        (g.generate, g.GenerateKeywords, {"prompts", "n", "session"}),
+        (g.stream, g.StreamKeywords, {"prompt", "session"}),
+        (chat.chat, chat.ChatKeywords, {"messages", "tools", "thinking", "stream", "session"}),
+    ):
+        named = set(inspect.signature(function).parameters) - {"model"} - others
+        assert named == set(keywords.__annotations__)
 
 
 def test_a_list_of_one_value_is_that_value_in_a_turn_of_chat():

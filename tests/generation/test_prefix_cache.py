@@ -111,7 +111,7 @@ def test_what_does_not_fit_is_refused(one, folder):
     with pytest.raises(ValueError, match=r"bytes=9,0.*more than the .* of a device"):
         kj.PrefixCache(one, 9 * 10**15)
     cache = cache_of(one, 1)
-    for other in (dataclasses.replace(one, chunk=8), dataclasses.replace(one, weights={})):
+    for other in (dataclasses.replace(one, chunk=8), dataclasses.replace(one, params={})):
         with pytest.raises(kj.PromptError, match="another model"):
             other.generate([[1]], prefix_cache=cache)
 

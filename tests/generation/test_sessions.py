@@ -165,9 +165,9 @@ def test_a_session_that_was_reset_knows_nothing(one):
 
 
 def test_a_stream_that_fails_leaves_the_conversation_as_it_was(one):
-    embed = np.array(one.weights[("embed",)])
+    embed = np.array(one.params[("embed",)])
     embed[7] = np.nan
-    broken = dataclasses.replace(one, weights=one.weights | {("embed",): jax.numpy.asarray(embed)})
+    broken = dataclasses.replace(one, params=one.params | {("embed",): jax.numpy.asarray(embed)})
     session = broken.session()
     first = session.generate([9, 8], max_new_tokens=1, stop_tokens=[])
     with pytest.raises(FloatingPointError):
@@ -209,7 +209,7 @@ def test_sessions_refuse_by_name(one):
     with pytest.raises(kj.PromptError, match="one prompt, got 2"):
         one.generate([[1], [2]], session=session)
     with pytest.raises(kj.PromptError, match="another model"):
-        dataclasses.replace(one, weights={}).generate([1], session=session)
+        dataclasses.replace(one, params={}).generate([1], session=session)
     for length in (1, 10**9):
         with pytest.raises(ValueError, match=r"max_length must be.*512"):
             one.session(length)
@@ -236,7 +236,7 @@ USER = [{"role": "user", "content": "Alice"}]
 def test_what_is_refused_leaves_a_session_as_it_was(talking):
     """The stream that runs among it."""
     session, before, stream = begun(talking)
-    other = dataclasses.replace(talking, weights=dict(talking.weights))
+    other = dataclasses.replace(talking, params=dict(talking.params))
     long = [1] * talking.config.max_positions
     for refused in (
         lambda: session.chat(USER, max_new_tokens=0),

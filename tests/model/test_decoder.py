@@ -81,7 +81,7 @@ def test_fast_forms_equal_the_definitions(folders, name):
     selection that bites.
     """
     fast = kj.load(folders(name), dtype="float64", chunk=64)
-    plain = kj.load(folders(name), dtype="float64", chunk=64, forms=DEFINITIONS)
+    plain = kj.load(folders(name), dtype="float64", chunk=64, implementations=DEFINITIONS)
     ids, lengths = prompts(fast.config, LENGTHS)
     states = [m.prefill(m.new_state(3, 128), ids, lengths) for m in (fast, plain)]
     (got, fast_state), (want, plain_state) = states
@@ -283,7 +283,9 @@ def test_every_part_of_a_step_is_named_in_its_operations(config, scan):
 @pytest.mark.parametrize("chunk", [1, 3, 8, 100])
 def test_the_kda_chunk_does_not_change_logits(folders, awkward, chunk):
     ids, lengths = prompts(AWKWARD, (16, 9, 1))
-    model = kj.load(folders("awkward"), dtype="float64", forms=Implementations(chunk=chunk))
+    model = kj.load(
+        folders("awkward"), dtype="float64", implementations=Implementations(chunk=chunk)
+    )
     np.testing.assert_allclose(
         np.asarray(model.logits(ids, lengths))[0],
         np.asarray(awkward.logits(ids, lengths))[0],
@@ -315,7 +317,7 @@ def test_declared_specs_types_and_shapes_are_those_of_the_loaded_arrays(folders)
     model = kj.load(folders("awkward"), dtype="bfloat16")
     fp32 = {"a_log", "dt_bias", "conv_q", "conv_k", "conv_v", "o_norm", "router_bias"}
     for w in declare(model.program.declared):
-        array = model.weights[w.path]
+        array = model.params[w.path]
         assert array.sharding.spec == model.placement.spec(w.roles), w.names[0]
         assert array.shape == w.shape
         packed = "experts" in w.path
@@ -331,13 +333,13 @@ def test_loaded_weights_are_the_ones_in_the_file(folders):
             stacked = np.stack([np.asarray(file.read(name)) for name in w.names])
             value = stacked if w.dims[0] == "G" else stacked[0]
             np.testing.assert_array_equal(
-                model.weights[w.path], value.astype(w.dtype), err_msg=w.names[0]
+                model.params[w.path], value.astype(w.dtype), err_msg=w.names[0]
             )
 
 
 def test_a_tied_head_is_the_embedding(folders):
     model = kj.load(folders("family"), dtype="float64")
-    assert ("head",) not in model.weights
+    assert ("head",) not in model.params
 
 
 def test_plain_experts_equal_packed_ones(folders, tmp_path, awkward):

@@ -143,7 +143,7 @@ def run_layer(number, x, bank):
     state = jax.tree.map(jnp.asarray, state)
 
     def call(x, bank):
-        _, bank, _, mixtures = module(x, bank, state, step, number - 1)
+        _, bank, _, mixtures, _ = module(x, bank, state, step, number - 1)
         return bank, *mixtures
 
     for axis in (MODEL, DATA):

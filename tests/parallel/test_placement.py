@@ -318,7 +318,7 @@ def test_two_experts_a_device_over_both_axes(tmp_path):
     folder = write(MESHED, tmp_path / "meshed")
     model = kj.load(folder, mesh, place)
     w = next(w for w in declare(model.program.declared) if w.path[-2:] == ("experts", "w_gate"))
-    stack = model.weights[w.path]
+    stack = model.params[w.path]
     with Checkpoint(folder, MESHED) as file:
         whole = np.stack([file.read(name) for name in w.names])
     assert whole.shape[1] == 16

@@ -187,7 +187,7 @@ def test_equals_what_devices_hold(case, tmp_path):
     planned = plan(config, mesh, placement, batch=3, context=50)
     state = model.new_state(3, 50)
     for device in mesh.devices.flat:
-        assert on_one_device(model.weights, device) == planned.weight_bytes
+        assert on_one_device(model.params, device) == planned.weight_bytes
         assert on_one_device(state, device) == planned.state_bytes
 
 

@@ -11,18 +11,21 @@ from hypothesis import strategies as st
 
 import kimi_jax as kj
 from kimi_jax.runtime.rows import Rows
-from kimi_jax.runtime.sampling import allowed, gumbel_noise, sample
+from kimi_jax.runtime.sampling import adjust, allowed, gumbel_noise, sample
 
 
-def rows(B, s, seeds=None, counts=None, fewest=0, stops=(-1,), bias=None, seen=None, top=0):
+def rows(
+    B, s, seeds=None, counts=None, fewest=0, stops=(-1,), bias=None, seen=None, times=None, top=0
+):
     """What `sample` is told of B rows under one strategy."""
     seeds, counts = (jnp.array(given or [0] * B, jnp.int32) for given in (seeds, counts))
     column = lambda value, dtype=jnp.float32: jnp.full(B, value, dtype)  # noqa: E731
     return Rows(
         column(True, bool), column(9, jnp.int32), seeds, counts, column(s.temperature),
         column(s.top_k, jnp.int32), column(s.top_p), column(s.min_p),
-        column(s.repetition_penalty), column(fewest, jnp.int32),
-        jnp.tile(jnp.array(stops, jnp.int32), (B, 1)), bias, seen, top_logprobs=top,
+        column(s.repetition_penalty), column(s.frequency_penalty), column(s.presence_penalty),
+        column(fewest, jnp.int32), jnp.tile(jnp.array(stops, jnp.int32), (B, 1)), bias, seen,
+        times, top_logprobs=top,
         draws=s.temperature > 0, masks_stops=fewest > 0, steps_per_call=1,
     )  # fmt: skip
 
@@ -136,6 +139,54 @@ def test_a_penalty_divides_positive_and_multiplies_negative_logits_of_seen_token
     logits = np.array([[0.0, 3.0, 2.0, 1.0, 3.0], [-4.0, -1.0, -1.5, -9.0, -1.0]])
     ids, *_ = draw(logits, kj.Sample(temperature=0.0, repetition_penalty=2.0), seen=seen)
     assert ids.tolist() == [2, 2]
+
+
+def test_frequency_and_presence_penalties_equal_their_definition():
+    """In NumPy, a token at a time; after bias and repetition penalty, a row by its own settings."""
+    rng = np.random.default_rng(0)
+    strategies = [
+        kj.Sample(),
+        kj.Sample(frequency_penalty=0.7),
+        kj.Sample(presence_penalty=-1.5),
+        kj.Sample(repetition_penalty=2.0, frequency_penalty=-0.3, presence_penalty=2.0),
+    ]
+    logits, bias = rng.normal(size=(2, 4, 9)) * 3
+    replies = [[4, 4, 1], [2, 2, 2, 0], [8], [0, 0, 7, 7, 7, 3]]
+    times = np.stack([np.bincount(reply, minlength=9) for reply in replies]).astype(np.int32)
+    seen = times > 0
+    want = np.empty_like(logits)
+    for row, (strategy, reply) in enumerate(zip(strategies, replies, strict=True)):
+        for token in range(9):
+            value = logits[row, token] + bias[row, token]
+            if token in reply:
+                p = strategy.repetition_penalty
+                value = value / p if value > 0 else value * p
+                value -= strategy.presence_penalty
+            want[row, token] = value - strategy.frequency_penalty * reply.count(token)
+    each = [
+        rows(1, s, bias=jnp.asarray(bias[i : i + 1]), seen=jnp.asarray(seen[i : i + 1]),
+             times=jnp.asarray(times[i : i + 1]))
+        for i, s in enumerate(strategies)
+    ]  # fmt: skip
+    mixed = jax.tree.map(lambda *x: jnp.concatenate(x), *each)
+    np.testing.assert_allclose(adjust(jnp.asarray(logits), mixed), want, atol=1e-6)
+
+
+def test_a_reply_is_counted_token_by_token_while_its_row_is_active():
+    times = jnp.asarray([[0, 1, 0], [0, 0, 5]], jnp.int32)
+    before = dataclasses.replace(rows(2, kj.Greedy(), times=times), active=jnp.array([True, False]))
+    after = before.after(jnp.array([1, 1], jnp.int32), jnp.array([True, True]))
+    assert after.reply_counts.tolist() == [[0, 2, 0], [0, 0, 5]]
+
+
+def test_draws_follow_the_penalized_distribution():
+    times = np.tile(np.array([0, 2, 0, 1, 0], np.int32), (20000, 1))
+    strategy = kj.Sample(temperature=2.0, frequency_penalty=0.5, presence_penalty=1.0)
+    told = dict(seeds=list(range(20000)), times=jnp.asarray(times))
+    ids = np.asarray(draw(np.repeat(LOGITS, 20000, 0), strategy, **told)[0])
+    penalized = LOGITS[0] - 0.5 * times[0] - 1.0 * (times[0] > 0)
+    want = np.exp(penalized / 2) / np.exp(penalized / 2).sum()
+    np.testing.assert_allclose(np.bincount(ids, minlength=5) / 20000, want, atol=0.02)
 
 
 def test_stop_ids_wait_for_the_fewest_tokens():

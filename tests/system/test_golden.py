@@ -51,7 +51,7 @@ def run(request, golden):
     folder, expected = golden(name)
     mesh = kj.make_mesh(*mesh)
     return (
-        kj.load(folder, mesh, placement, dtype, walk=walk, forms=forms, chunk=chunk),
+        kj.load(folder, mesh, placement, dtype, walk=walk, implementations=forms, chunk=chunk),
         expected,
         LOGITS[dtype],
         STATE[dtype],

@@ -110,7 +110,7 @@ ON_GPUS = Implementations(
 def test_what_gpus_run_equals_one_device(folders, one_device, mesh, place):
     name, config = "odd" if place.pad else "meshed", ODD if place.pad else MESHED
     mesh = kj.make_mesh(*mesh)
-    model = kj.load(folders(name), mesh, place, dtype="float64", forms=ON_GPUS)
+    model = kj.load(folders(name), mesh, place, dtype="float64", implementations=ON_GPUS)
     np.testing.assert_allclose(run(model, config), one_device(name, config), atol=EXACT, rtol=0)
 
 
@@ -131,15 +131,15 @@ def test_nan_in_padding_reaches_no_other_row(folders, place):
     ids = np.maximum(ids, 1)
 
     def results(embedding):
-        weights = model.weights | {("embed",): embedding}
-        changed = dataclasses.replace(model, weights=weights)
+        weights = model.params | {("embed",): embedding}
+        changed = dataclasses.replace(model, params=weights)
         logits, state = changed.prefill(changed.new_state(3, 64), ids, lengths)
         after, _ = changed.decode(state, [5, 6, 7])
         whole = np.asarray(changed.logits(ids, lengths))
         tokens = [row[:n] for row, n in zip(whole, lengths, strict=True)]
         return [np.asarray(logits), np.asarray(after), np.concatenate(tokens)]
 
-    embedding = model.weights["embed",]
+    embedding = model.params["embed",]
     poisoned = embedding.at[0].set(jnp.nan)
     for found, expected in zip(results(poisoned), results(embedding), strict=True):
         assert np.isfinite(expected).all()

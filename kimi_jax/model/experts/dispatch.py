@@ -5,11 +5,11 @@ hold their experts, and combined.
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, UInt
+from jaxtyping import Array, Bool, Float, Int
 
 from ...numerics import at_least_float32, widen
 from ...parallel import collectives
-from ...parallel.collectives import Axis, of_bits, to_bits
+from ...parallel.collectives import Axis
 from ..step import Step
 from .blocks import dense, grouped
 from .slots import count, is_before, slots
@@ -52,16 +52,16 @@ def address_rows(ids: Int[Array, "c A"], held: int, n: int) -> Address:
     return Address(rank_of_expert, is_sent, slot=count(earlier & is_sent.T[None]))
 
 
-def dispatch_messages(
+def dispatch_blocks(
     z: Float[Array, "c L"],
     ids: Int[Array, "c A"],
     weights: Float[Array, "c A"],
     address: Address,
     held: int,
-) -> UInt[Array, "n c X"]:
-    """The block of rows for every rank, as bits: of each row the latent, then the local numbers of
-    that rank's experts, from 1 on, and their weights. A number 0 is no expert, so a row of zeros
-    asks for nothing.
+) -> tuple[Float[Array, "n c L"], Int[Array, "n c A"], Float[Array, "n c A"]]:
+    """The block of rows for every rank: of each row the latent, the local numbers of that rank's
+    experts, from 1 on, and their weights. A number 0 is no expert, so a row of zeros asks for
+    nothing.
     """
     c, n = address.is_sent.shape
     ranks, local_rows = jnp.arange(n, dtype=jnp.int32), jnp.arange(c, dtype=jnp.int32)
@@ -74,7 +74,7 @@ def dispatch_messages(
     gather = lambda x, fill: x.at[row_in_slot].get(mode="fill", fill_value=fill)  # noqa: E731
     is_theirs = gather(address.rank_of_expert, -1) == ranks[:, None, None]
     numbers = jnp.where(is_theirs, gather(ids, 0) % held + 1, 0)
-    return to_bits(gather(z, 0), numbers, jnp.where(is_theirs, gather(weights, 0), 0))
+    return gather(z, 0), numbers, jnp.where(is_theirs, gather(weights, 0), 0)
 
 
 def dispatched(
@@ -91,7 +91,7 @@ def dispatched(
     At most c rows go to a rank: none is ever dropped. What returns is rounded to the type of z and
     summed in at least float32, in rank order.
     """
-    axes, (c, L), A = step.place.expert_axes, z.shape, ids.shape[1]
+    axes, (c, L) = step.place.expert_axes, z.shape
     n, held = collectives.ranks(axes), experts.count
     if n == 1:
         return run_local_experts(z, ids, weights, experts, step)
@@ -101,18 +101,19 @@ def dispatched(
     counts = TRANSPORTS[step.implementations.transport](address, axes)
 
     # Dispatch: one block of rows to every rank, one from every rank.
-    messages = dispatch_messages(z, ids, weights, address, held)
-    received = collectives.all_to_all_blocks(messages, counts, axes).reshape(n * c, -1)
-    received = received[: real_rows(n * c, axes, step)]
-    rows, numbers, row_weights = of_bits(received, (L, z.dtype), (A, jnp.int32), (A, weights.dtype))
+    blocks = dispatch_blocks(z, ids, weights, address, held)
+    exchange = lambda x, counts: collectives.all_to_all_blocks(x, counts, axes)  # noqa: E731
+    received = collectives.as_message(exchange, (counts,), *blocks)
+    real = real_rows(n * c, axes, step)
+    rows, numbers, row_weights = (x.reshape(n * c, -1)[:real] for x in received)
 
     # Run the local experts on the rows of all ranks.
     run = IMPLEMENTATIONS[step.implementations.moe]
     sums = run(rows, numbers - 1, row_weights, experts, step.group)
 
     # Return: the same exchange backwards.
-    blocks = padded_to(sums.astype(z.dtype), n * c).reshape(n, c, L)
-    returned = collectives.all_to_all_blocks(blocks, None if counts is None else counts.T, axes)
+    sent_back = padded_to(sums.astype(z.dtype), n * c).reshape(n, c, L)
+    returned = collectives.all_to_all_blocks(sent_back, None if counts is None else counts.T, axes)
 
     # Combine: add what each rank made of a row, in rank order.
     total = jnp.zeros((c, L), at_least_float32(z.dtype))

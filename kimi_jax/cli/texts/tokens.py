@@ -7,11 +7,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ..errors import CommandError, FileError, label
-from ..files import read_regular
-from .devices import check_folder
-from .options import add_command, add_model, model_folder
-from .output import print_table, read_standard_input, write
+from ...errors import CommandError, FileError, label
+from ...files import read_regular
+from ..devices import check_folder
+from ..options import add_command, add_model, model_folder
+from ..output import print_table, read_standard_input, write
 
 EXAMPLES = """\
   kimi-jax tokens letter.txt
@@ -37,7 +37,7 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
-    from ..text.tokenizer import Tokenizer
+    from ...text.tokenizer import Tokenizer
 
     if options.count + options.pieces + options.decode > 1:
         raise CommandError("--count, --pieces and --decode: one at a time")

@@ -1,0 +1,1 @@
+"""What researchers ask of a model: log-probabilities, hidden states, gradients."""

@@ -1,0 +1,74 @@
+"""The residual stream after chosen layers."""
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from ..errors import RequestError, shown
+from ..generation.prompts import items_of
+from ..model.state import State
+from ..model.step import Tapped
+from ..numerics import is_whole
+from ..parallel.on_mesh import own_mesh
+from ..runtime.model_on_mesh import BY_ROW, BY_SECOND, STATE, WEIGHTS, StatesFunction
+from ..runtime.program import Program
+from ..runtime.runner import Runner
+
+STREAMS = ("sum", "mixture")
+
+
+def hidden(
+    runner: Runner, tokens: Any, layers: Any, lengths: Any = None, *, stream: str = "sum"
+) -> Array:
+    """The residual stream after some layers [layers, B, T, D], of right-padded prompts [B, T], in
+    the model's dtype. `layers`: a 0-based number or several, in the order of the result.
+
+    `stream`: with attention residuals there are two of them, neither normed. "sum" is the running
+    sum after the layer's attention and MLP: as it restarts at every block start, it is the sum of
+    the current block alone, and never holds the embedding after the first layer. "mixture" is what
+    the next layer's attention reads, the learned mixture of block starts and running sum; after the
+    last layer, what the output norm reads.
+
+    Prompts run in chunks, in one program of all layers, also where others walk them by group: that
+    compiles for minutes at released depth. Positions at and after a row's length are undefined.
+    Raises one `RequestError` for layers that the model lacks, streams and ids.
+    """
+    numbers = [layers] if is_whole(layers, 0) else items_of(layers)
+    problems = []
+    N = runner.config.layers
+    if not numbers or not all(is_whole(layer, 0, N - 1) for layer in numbers):
+        problems.append(f"layers must be numbers in 0..{N - 1}, got {shown(layers)}")
+    if not isinstance(stream, str) or stream not in STREAMS:
+        problems.append(f"stream must be one of {', '.join(STREAMS)}, got {shown(stream)}")
+    if problems:
+        raise RequestError("\n".join(problems))
+    wanted = [int(layer) for layer in numbers or ()]
+    tapped = Tapped(tuple(sorted(set(wanted))), stream)
+    step = _tapped_step(runner.program, tapped)
+    chunks = runner.in_chunks(step, tokens, lengths)
+    B = len(np.asarray(tokens))
+    with own_mesh(runner.mesh):
+        pieces = [rows[:, :B, :width] for rows, width in chunks]
+        rows = jnp.concatenate(pieces, axis=2) if len(pieces) > 1 else pieces[0]
+        order = np.array([tapped.layers.index(layer) for layer in wanted], np.int32)
+        return rows if len(order) == len(rows) and (np.diff(order) > 0).all() else rows[order]
+
+
+@functools.lru_cache(maxsize=32)
+def _tapped_step(program: Program, tapped: Tapped) -> StatesFunction:
+    """(weights, state, tokens [B, T], lengths [B]) -> the residual stream after the tapped layers
+    [M, B, T, D], state. Compiled; the state is consumed.
+    """
+
+    def device_fn(
+        weights: dict, state: State, tokens: Array, lengths: Array
+    ) -> tuple[Array | None, State]:
+        _, _, state, trace = program.run(weights, state, tokens, lengths, tapped=tapped)
+        return trace.taps, state
+
+    inputs, outputs = (WEIGHTS, STATE, BY_ROW, BY_ROW), (BY_SECOND, STATE)
+    name = f"the {tapped.stream} after layers {', '.join(map(str, tapped.layers))}"
+    return StatesFunction(program, program.compiled(device_fn, inputs, outputs, name, donate=1), 1)

@@ -1,0 +1,1 @@
+"""Commands on texts: their tokens, and how probable they are."""
