@@ -3,6 +3,7 @@ MLP.
 """
 
 import enum
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -76,13 +77,13 @@ def linear_wide(x: Float[Array, "*rows i"], w: Float[Array, "o i"]) -> Float[Arr
     """x w^T in at least float32, full precision (GPUs would take TF32 by default), not rounded
     back.
     """
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # none too
     multiply = partial(dot, "pi,oi->po")
     if rows.dtype == jnp.float32 and 1 < len(rows) <= FEW_ROWS:
         y = jax.lax.platform_dependent(rows, w, cpu=_multiply_few, default=multiply)
     else:
         y = multiply_rows(multiply, rows, w)
-    return y.reshape(*x.shape[:-1], -1)
+    return y.reshape(*x.shape[:-1], len(w))
 
 
 # Fewer rows than any prefill chunk has: whether a prompt is one of many is not seen in its bits.
