@@ -209,7 +209,6 @@ def report(options: argparse.Namespace) -> dict[str, Any]:
             for found in collectives(texts[part.name], data * model)
         ],
         "bills": bills,
-        **({"bill": list(bills.values())[-1]} if bills else {}),  # behind the most cached tokens
     }
 
 

@@ -44,7 +44,6 @@ from kimi_jax.runtime.probes import compile_step
 from kimi_jax.runtime.program import Program, make_program
 
 ROOT = Path(__file__).parents[1]
-SHIPPED = ROOT / "kimi_jax" / "shipped"
 PROMPT = "Alice was beginning to get very tired of sitting by her sister on the bank"
 FORWARD_ERROR = 0.05  # of the largest logit: what rounding to bfloat16 may cost
 REPEATS = 5
@@ -66,11 +65,11 @@ def check_forward() -> tuple[dict[str, float], bool]:
     """Logits of the shipped model in bfloat16 here against float64 on a CPU of another process."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "logits.npy"
-        command = [sys.executable, "-c", _FLOAT64, str(SHIPPED), str(path), PROMPT]
+        command = [sys.executable, "-c", _FLOAT64, str(kj.SHIPPED), str(path), PROMPT]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
         subprocess.run(command, check=True, env=environment, cwd=ROOT)
         expected = np.load(path)
-    model = kj.load(SHIPPED, kj.make_mesh(1, 1), dtype="bfloat16")
+    model = kj.load(kj.SHIPPED, kj.make_mesh(1, 1), dtype="bfloat16")
     logits = np.asarray(model.logits([model.tokenizer.encode(PROMPT)]), np.float64)
     error = float(np.abs(logits - expected).max() / np.abs(expected).max())
     same = float((logits.argmax(-1) == expected.argmax(-1)).mean())

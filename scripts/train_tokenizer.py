@@ -11,8 +11,8 @@ from pathlib import Path
 import regex
 
 from kimi_jax.errors import TokenizerError
+from kimi_jax.text.strict_json import SURROGATE
 from kimi_jax.text.tokenizer import PATTERN, write_tokenizer
-from kimi_jax.text.vocabulary import SURROGATE
 
 
 def train_ranks(text: str, size: int) -> dict[bytes, int]:

@@ -24,10 +24,16 @@ if os.environ.setdefault("JAX_PLATFORMS", "cpu") == "cpu":
 
 import jax
 import pytest
+from hypothesis import settings
 from jaxtyping import install_import_hook
 from safetensors.numpy import load_file
 
 pytest_plugins = ["commands"]
+
+# Every run tries the same examples: a change is judged by what it changes. New ones:
+# `--hypothesis-profile default --hypothesis-seed random`.
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.load_profile("repeatable")
 
 ROOT = Path(__file__).parents[1]
 GOLDEN = ROOT / "tests" / "golden"

@@ -10,7 +10,7 @@ import numpy as np
 
 import kimi_jax as kj
 from kimi_jax.checkpoint import random_tensors, save_hf
-from kimi_jax.cli.options import SHIPPED
+from kimi_jax.files import SHIPPED
 from kimi_jax.model.mxfp4 import expert_quantization
 
 # K3.1 with nothing round: 6 heads, K != V, 10 experts in 2 groups, two dense layers, a gate bound

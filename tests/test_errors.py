@@ -41,7 +41,7 @@ def test_small_values_are_shown_as_they_are(value):
     assert shown(value) == repr(value)
 
 
-@settings(derandomize=True, max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.text(max_size=3000))
 def test_any_text_is_safe_to_print(text):
     assert all(line.isprintable() and len(line) < 2_100 for line in printable(text).split("\n"))

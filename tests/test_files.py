@@ -127,7 +127,7 @@ values = st.recursive(
 )  # fmt: skip
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(values, st.integers(0, 1 << 30), st.binary(max_size=3))
 def test_any_bytes_are_json_or_a_value_error(value, place, damage):
     content = json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")

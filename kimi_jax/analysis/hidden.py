@@ -48,7 +48,7 @@ def hidden(
     wanted = [int(layer) for layer in numbers or ()]
     tapped = Tapped(tuple(sorted(set(wanted))), stream)
     step = _tapped_step(runner.program, tapped)
-    chunks = runner.in_chunks(step, tokens, lengths)
+    chunks = list(runner.in_chunks(step, tokens, lengths))
     B = len(np.asarray(tokens))
     with own_mesh(runner.mesh):
         pieces = [rows[:, :B, :width] for rows, width in chunks]

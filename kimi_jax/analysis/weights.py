@@ -1,6 +1,7 @@
 """The weights of a model by name."""
 
 import fnmatch
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -19,12 +20,7 @@ class Weights(Mapping[str, Array]):
     """
 
     def __init__(self, program: Program, params: Mapping[tuple, Array]):
-        self._params = params
-        self._places = {
-            name: (weight, group)
-            for weight in declare(program.declared)
-            for group, name in enumerate(weight.names)
-        }
+        self._params, self._places = params, _places(program)
 
     def __repr__(self) -> str:
         return f"Weights({len(self):,} arrays)"
@@ -59,6 +55,16 @@ class Weights(Mapping[str, Array]):
             raise RequestError(f"no weight matches {', '.join(map(shown, empty))}")
         names = {name for matched in matches.values() for name in matched if self.is_float(name)}
         return {name: self[name] for name in self if name in names}
+
+
+@functools.lru_cache(maxsize=32)
+def _places(program: Program) -> Mapping[str, tuple[Declared, int]]:
+    """The array that holds each weight, and its number in that."""
+    return {
+        name: (weight, group)
+        for weight in declare(program.declared)
+        for group, name in enumerate(weight.names)
+    }
 
 
 def replaced(

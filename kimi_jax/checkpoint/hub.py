@@ -11,13 +11,13 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..config.config import Config
+from ..config.released import RELEASED
 from ..errors import FileError
 from ..model.mxfp4 import MXFP4
 from .headers import INDEX_FILE, SINGLE_FILE, read_index, shards_to_read
 from .names import hf_shapes
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_RELEASED = (("k3.1", Config.k3_1), ("k3", Config.k3))  # by a part of a repository's name
 
 
 def folder_of(path: str | os.PathLike[str], others: Sequence[str]) -> str | os.PathLike[str]:
@@ -66,8 +66,11 @@ def _fetch(hub: Any, repository: str, others: Sequence[str]) -> Path:
 
 def _refusal(repository: str, why: str) -> FileError:
     name = repository.split("/")[1]
-    released = next((config() for part, config in _RELEASED if part in name.lower()), None)
-    size = f", about {_bytes(released) / 1e9:,.0f} GB," if released else ""
+    # The longest name of a released model that is part of the repository's.
+    released = max((known for known in RELEASED if known in name.lower()), key=len, default=None)
+    size = ""
+    if released:
+        size = f", about {_bytes(Config.from_hf(RELEASED[released])) / 1e9:,.0f} GB,"
     command = (
         f"hf download {repository} --include '*.json' --include '*.safetensors' "
         f"--include tiktoken.model --local-dir {name}"

@@ -165,12 +165,12 @@ def make_folder(option: str, folder: Path) -> None:
 def named_config(name: str) -> Any:
     """The config of a released model, or of the file or folder at a path."""
     from ..config.config import Config
+    from ..config.released import RELEASED
 
-    named = {"k3": Config.k3, "k3.1": Config.k3_1}
-    if name in named:
-        return named[name]()
+    if name in RELEASED:
+        return Config.from_hf(RELEASED[name])
     if not os.path.lexists(name):
-        hint = f"; ranks are --mesh 1x{name}" if name.isdecimal() else meant(name, named)
+        hint = f"; ranks are --mesh 1x{name}" if name.isdecimal() else meant(name, RELEASED)
         raise CommandError(f"{shown(name)} is neither k3, k3.1 nor the path of a config{hint}")
     if os.path.isdir(name):
         check_folder(Path(name))

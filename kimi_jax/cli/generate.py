@@ -85,24 +85,21 @@ def run(options: argparse.Namespace) -> int:
     is_file = bool(options.input or options.output)
     is_streamed = len(records) == 1 and not (options.json or options.verbose or is_file)
     folder = model_folder(options)
-    output = Output(options.output, _is_first(options)) if options.output else None
+    output = Output(options.output) if options.output else None
     missing = output.missing(records) if output else records
     with waiting("loading the model"):
         _check_prompts(folder, missing, bool(options.stop), is_streamed)
         if not missing:
             note(f"all {len(records):,} prompts are in {label(options.output)}: nothing to do")
             return 0
+        if output and not options.process_id:  # the first process writes
+            output.open()
         use_compilation_cache()
         model = load_model(folder, options)
     if is_streamed:
         _stream(model, records[0].prompt, settings)
         return 0
     return _run_records(options, model, records, missing, output, settings)
-
-
-def _is_first(options: argparse.Namespace) -> bool:
-    """Whether this is the process that writes."""
-    return not options.process_id
 
 
 def _run_records(
@@ -184,8 +181,9 @@ def _check_prompts(
         raise CommandError(f"{what} a tokenizer, and this folder has no tokenizer")
     tokenizer = Tokenizer.from_folder(folder, config.vocab) if has_text else None
     for record in records:
-        prompt = record.prompt
-        ids = tokenizer.encode(prompt) if tokenizer and isinstance(prompt, str) else prompt
+        ids = record.prompt
+        if isinstance(ids, str):  # its tokens are in the vocabulary; only a stream counts them
+            ids = tokenizer.encode(ids) if tokenizer and is_streamed else []
         beyond = next((t for t in ids if not isinstance(t, int) or not 0 <= t < config.vocab), None)
         if beyond is not None:
             raise CommandError(

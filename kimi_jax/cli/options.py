@@ -175,6 +175,8 @@ class Once(argparse.Action):
         """Store a value, or raise `argparse.ArgumentError` for the second one."""
         if option_string:
             _refuse_second(self, namespace)
+            if self.nargs is None and values == []:  # argparse drops the value of --option=--
+                raise argparse.ArgumentError(self, "expected one argument, not '--'")
         setattr(namespace, self.dest, values)
 
 
@@ -292,7 +294,7 @@ def placement_option(text: str) -> tuple[str, Any]:
     if name not in ABOUT:
         known = f"there are {', '.join(ABOUT)}{meant(name, ABOUT)}"
         raise argparse.ArgumentTypeError(f"no such option {shown(name)}, {known}")
-    if name == "pad" or name == "expert_axes":
+    if name in ("pad", "expert_axes"):
         found = tuple(part for part in value.split(",") if part)
         wrong = next((part for part in found if name == "pad" and part not in PADS), None)
         if wrong is None and (name == "pad" or found in CHOICES[name]):

@@ -10,7 +10,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import CommandError, printable
+from ..errors import CommandError, FileError, printable
+from ..files import read_regular
 from ..waiting import TELLER
 
 _LONGEST = 2**26  # characters read from standard input: far more than any context holds
@@ -54,6 +55,20 @@ def read_standard_input() -> str:
     if len(text) > _LONGEST:
         raise CommandError(f"standard input holds more than {_LONGEST:,} characters")
     return text
+
+
+def read_text(name: str) -> str:
+    """The text of a UTF-8 file, or of standard input for "-". Raises `FileError` or `CommandError`
+    for what cannot be read.
+    """
+    if name == "-":
+        return read_standard_input()
+    content = read_regular(name, _LONGEST)
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        byte = content[error.start]
+        raise FileError(name, f"is not UTF-8: byte {byte:#04x} at {error.start}") from error
 
 
 def check_standard_input() -> None:

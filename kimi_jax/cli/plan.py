@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from typing import Any
 
 from ..errors import CommandError, bytes_text
@@ -24,7 +25,6 @@ device moves in a decode step. Temporaries of a step, about 2 GB at full size, a
 RANKING = """Ranked by the
 bytes that a device reads, writes and sends in a decode step at this context: estimates from shapes
 and uniform routing, without the time of messages and of links between nodes. The best one:"""
-RELEASED = ("k3", "k3.1")
 SHOWN = 5  # candidates
 
 
@@ -151,6 +151,8 @@ def _row(candidate: Any) -> tuple[str, ...]:
 
 def _command(options: argparse.Namespace, found: Any) -> str:
     """The command that runs the best one, a line for each node."""
+    from ..config.released import RELEASED
+
     best, nodes = found.fitting[0].plan, options.gpus.nodes
     folder = options.model or options.config
     folder = folder if folder and folder not in RELEASED else "/path/to/checkpoint"
@@ -169,9 +171,14 @@ def _mesh_text(planned: Any) -> str:
 
 
 def _place_text(planned: Any) -> str:
-    from ..planning.step_bytes import as_text
-
-    return as_text(planned.placement)
+    """The options of a placement; empty for the default."""
+    parts = []
+    for field in dataclasses.fields(planned.placement):
+        value = getattr(planned.placement, field.name)
+        if value != field.default:
+            spelled = ",".join(value) if isinstance(value, tuple) else value
+            parts.append(f"--place {field.name}={spelled}")
+    return " ".join(parts)
 
 
 def _as_json(candidate: Any) -> dict[str, Any]:

@@ -108,15 +108,17 @@ class Output:
     nothing is lost when the command is stopped. What a stopped command left of a line is removed.
     """
 
-    def __init__(self, path: Path, writes: bool = True) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
         self.prompts: dict[str | int, Any] = {}  # by id, of what the file holds
-        whole = self._read_lines()
+        self._whole = self._read_lines()
         self._file: int | None = None
-        if writes:
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
-            os.ftruncate(self._file, whole)
-            os.lseek(self._file, 0, os.SEEK_END)
+
+    def open(self) -> None:
+        """Make ready to write: before this the file is as it was. Of several processes one does."""
+        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o644)
+        os.ftruncate(self._file, self._whole)
+        os.lseek(self._file, 0, os.SEEK_END)
 
     def _read_lines(self) -> int:
         """Read what is done; the bytes of whole lines. Raises `FileError` for another file."""
@@ -146,7 +148,7 @@ class Output:
         return [record for record in records if record.id not in self.prompts]
 
     def write(self, record: Record, completion: Any) -> None:
-        """Add a completion."""
+        """Add a completion, where the file is open."""
         if self._file is None:
             return
         values = {"id": record.id, "prompt": record.prompt, **dataclasses.asdict(completion)}
@@ -161,14 +163,11 @@ class Tally:
     """
 
     def __init__(self, count: int, is_quiet: bool) -> None:
-        from ..compilation.function import waited_seconds
-
         self.count, self.done, self.errors = count, 0, 0
         self._is_quiet = is_quiet or is_terminal()
         self._prompt_tokens = self._new_tokens = 0
-        self._begun, self._compiled = time.monotonic(), waited_seconds
-        self._compiled_before = waited_seconds()
-        self._told = self._begun
+        self._begun = self._told = time.monotonic()
+        self._compiled_before = _compile_seconds()
 
     def follow(
         self, records: Sequence[Record], output: Output | None
@@ -193,7 +192,7 @@ class Tally:
 
     def summary(self) -> str:
         """Counts and speed, the seconds of compilation apart."""
-        compiled = self._compiled() - self._compiled_before
+        compiled = _compile_seconds() - self._compiled_before
         seconds = max(time.monotonic() - self._begun - compiled, 1e-9)
         errors = f", {self.errors:,} with an error" if self.errors else ""
         return (
@@ -201,6 +200,13 @@ class Tally:
             f"tokens, {self._new_tokens:,} new tokens in {seconds:.1f} s, "
             f"{self._new_tokens / seconds:.0f} tok/s{errors}"
         )
+
+
+def _compile_seconds() -> float:
+    """What this process has waited for compilation so far."""
+    from ..compilation.function import waited_seconds
+
+    return waited_seconds()
 
 
 def in_portions(records: list[Record], count: int) -> Iterator[list[Record]]:

@@ -63,4 +63,4 @@ K3_1 = {
     },
 }
 
-RELEASED = {"k3": K3, "k3.1": K3_1}  # by the names that `plan` takes
+RELEASED = {"k3": K3, "k3.1": K3_1}  # by the names that users give them

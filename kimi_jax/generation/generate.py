@@ -108,9 +108,9 @@ def generate(
     - `on_completion`: called with the number of a completion and the completion when it ends.
     """
     log = _say if verbose else None
-    made = make_options(options, "generate", GenerateKeywords.__annotations__.keys() | {"n"})
+    common = make_options(options, "generate", GenerateKeywords.__annotations__.keys() | {"n"})
     requests, run_options = _prepare(
-        model, lambda: as_list(prompts), made, n=n, slots=slots, trip=trip,
+        model, lambda: as_list(prompts), common, n=n, slots=slots, trip=trip,
         cache=prefix_cache, session=session, log=log,
     )  # fmt: skip
     if session and not requests[0].error:
@@ -146,8 +146,8 @@ def stream(
     context, raises `PromptError` at once, a model whose logits cannot be used (NaN)
     `FloatingPointError`.
     """
-    made = make_options(options, "stream", StreamKeywords.__annotations__.keys())
-    _, events = start(model, prompt, made, trip=trip, cache=prefix_cache, session=session)
+    common = make_options(options, "stream", StreamKeywords.__annotations__.keys())
+    _, events = start(model, prompt, common, trip=trip, cache=prefix_cache, session=session)
     return events
 
 
@@ -322,11 +322,11 @@ class _TextReply:
 def _tell_completions(
     running: dict[int, _TextReply], tell: Callable[[int, Completion], None] | None
 ) -> None:
-    """Take the replies that have ended out of those that run, and tell of each."""
+    """Take the replies that have ended out of those that run, and tell of each who listens."""
+    if tell is None:
+        return
     for at in [at for at, reply in running.items() if reply.request.finish_reason]:
-        completion = running.pop(at).completion()
-        if tell is not None:
-            tell(at, completion)
+        tell(at, running.pop(at).completion())
 
 
 def _feed(reports: Iterable[Report], replies: Sequence[_TextReply]) -> Iterator[Report]:

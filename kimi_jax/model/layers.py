@@ -86,7 +86,7 @@ def linear_wide(x: Float[Array, "*rows i"], w: Float[Array, "o i"]) -> Float[Arr
     return y.reshape(*x.shape[:-1], len(w))
 
 
-# Fewer rows than any prefill chunk has: whether a prompt is one of many is not seen in its bits.
+# Those of decode steps: prompts are padded to 16 tokens or more, or to a chunk that is smaller.
 FEW_ROWS = 15
 
 

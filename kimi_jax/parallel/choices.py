@@ -2,7 +2,6 @@
 the command shows and checks them before JAX starts.
 """
 
-AXES = ("data", "model")
 CHOICES: dict[str, tuple[str | tuple[str, ...], ...]] = {
     "rows": ("full", "sliced", "auto"),
     "keys": ("whole", "helix"),

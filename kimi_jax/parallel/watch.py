@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 import jax
 from jax._src import distributed  # the only way to JAX's key-value store
+from jax.extend.backend import clear_backends
 
 from ..errors import printable, shortened
 
@@ -153,7 +154,8 @@ class Watch:
         if threading.current_thread() is threading.main_thread():
             self._catch_signals()
         atexit.register(self._at_exit)
-        threading.Thread(target=self._run, name="kimi_jax watch", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="kimi_jax watch", daemon=True)
+        self._thread.start()
 
     @property
     def stopped(self) -> bool:
@@ -278,7 +280,8 @@ class Watch:
 
     def _at_exit(self) -> None:
         """This process ends. Without an error it waits, inside `jax.distributed.shutdown`, for the
-        others, and is still watching.
+        others, and is still watching; then the thread ends. One that asks JAX's store while Python
+        takes itself down would abort the process.
         """
         if self.stopped:
             return
@@ -289,6 +292,11 @@ class Watch:
                 array.block_until_ready()
         self.peers.tell(_LEFT, "")
         self._closing.set()
+        with contextlib.suppress(RuntimeError):  # JAX's own hook, which is next, raises it again
+            clear_backends()  # before, as in JAX's hook: a backend may still use the store
+            distributed.global_state.shutdown()
+        if self.stopped:
+            self._thread.join(PATIENCE)
 
 
 def _machine() -> str | None:

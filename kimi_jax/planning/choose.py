@@ -74,13 +74,13 @@ def choose(
                 problems.append(error)
     if not plans:
         raise problems[0]
-    fitting = [Candidate(one, step_bytes(one)) for one in plans if one.fits(memory, reserve)]
-    fitting.sort(key=lambda candidate: candidate.rank)
-    count = len(fitting)
-    best = {(one.plan.data, one.plan.total_bytes, one.moved): one for one in reversed(fitting)}
-    fitting = sorted(best.values(), key=lambda candidate: candidate.rank)
-    smallest = min(plans, key=lambda one: one.total_bytes)
-    return Choice(fitting, count, len(plans) - count, smallest)
+    fitting = [Candidate(each, step_bytes(each)) for each in plans if each.fits(memory, reserve)]
+    best: dict[Any, Candidate] = {}  # the first of those that differ in nothing but options
+    for candidate in sorted(fitting, key=lambda candidate: candidate.rank):
+        held = candidate.plan.data, candidate.plan.total_bytes, candidate.moved
+        best.setdefault(held, candidate)
+    smallest = min(plans, key=lambda plan: plan.total_bytes)
+    return Choice(list(best.values()), len(fitting), len(plans) - len(fitting), smallest)
 
 
 def _placements(given: Mapping[str, Any]) -> Iterator[Placement]:

@@ -14,7 +14,6 @@ import math
 import jax.numpy as jnp
 
 from ..config.config import Config
-from ..parallel.placement import Placement
 from ..parallel.roles import Role
 from ..runtime.memory import Plan
 
@@ -178,14 +177,3 @@ def _gathered(plan: Plan) -> float:
     rows = -(-plan.rows // plan.model) if is_sliced else plan.rows
     row = 2 * plan.config.latent * jnp.dtype(plan.dtype).itemsize
     return float((ranks - 1) * rows * row)
-
-
-def as_text(placement: Placement) -> str:
-    """A placement as the command spells it; empty for the default."""
-    parts = []
-    for field in dataclasses.fields(placement):
-        value = getattr(placement, field.name)
-        if value != field.default:
-            spelled = ",".join(value) if isinstance(value, tuple) else value
-            parts.append(f"--place {field.name}={spelled}")
-    return " ".join(parts)

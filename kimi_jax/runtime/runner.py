@@ -148,10 +148,7 @@ class Runner:
     ) -> tuple[Array, State]:
         """`prefill` or `decode` of checked ids [B, T], a chunk at a time."""
         logits = None
-        for first in range(0, max(1, int(lengths.max(initial=0))), self.chunk):
-            piece = ids[:, first : first + self.chunk]
-            part = np.clip(lengths - first, 0, self.chunk)
-            placed = self._placed(piece, part)
+        for _, placed in self._pieces(ids, lengths, max(1, int(lengths.max(initial=0)))):
             logits, state = self.program.advance(self.params, state, *placed, kind)
         assert logits is not None
         with own_mesh(self.mesh):
@@ -173,23 +170,32 @@ class Runner:
         self._refuse_over_context(lengths)
         B, T = ids.shape
         state = self.new_state(B, room or T)
-        for first in range(0, T, self.chunk):
-            piece = slice(first, first + self.chunk)
-            placed = self._placed(ids[:, piece], np.clip(lengths - first, 0, self.chunk))
-            extra = [self._placed(array[:, piece], lengths)[0] for array in more]
+        for piece, placed in self._pieces(ids, lengths, T):
+            extra = [self._place_ids(array[:, piece]) for array in more]
             result, state = step(self.params, state, *placed, *extra)
-            yield result, min(self.chunk, T - first)
+            yield result, min(self.chunk, T - piece.start)
+
+    def _pieces(
+        self, ids: np.ndarray, lengths: np.ndarray, end: int
+    ) -> Iterator[tuple[slice, tuple[Any, Any]]]:
+        """Positions up to `end`, a chunk at a time, with their ids and lengths on the mesh."""
+        for first in range(0, end, self.chunk):
+            piece = slice(first, first + self.chunk)
+            yield piece, self._placed(ids[:, piece], np.clip(lengths - first, 0, self.chunk))
 
     def _placed(self, ids: np.ndarray, lengths: np.ndarray) -> tuple[Any, Any]:
-        """Ids and lengths on the mesh, padded to a multiple of the data ranks and to a bucket's
-        width.
-        """
-        B, T = ids.shape
-        pad_rows = self.program.padded_rows(B) - B
-        ids = np.pad(ids, ((0, pad_rows), (0, bucket(T, self.chunk) - T))).astype(np.int32)
-        lengths = np.pad(lengths, (0, pad_rows)).astype(np.int32)
+        """Ids and lengths on the mesh, padded to a multiple of the data ranks."""
+        B = len(ids)
+        lengths = np.pad(lengths, (0, self.program.padded_rows(B) - B)).astype(np.int32)
         rows = NamedSharding(self.mesh, PartitionSpec(DATA))
-        return to_mesh(ids, rows), to_mesh(lengths, rows)
+        return self._place_ids(ids), to_mesh(lengths, rows)
+
+    def _place_ids(self, ids: np.ndarray) -> Any:
+        """Ids on the mesh, padded to a multiple of the data ranks and to a bucket's width."""
+        B, T = ids.shape
+        pads = ((0, self.program.padded_rows(B) - B), (0, bucket(T, self.chunk) - T))
+        rows = NamedSharding(self.mesh, PartitionSpec(DATA))
+        return to_mesh(np.pad(ids, pads).astype(np.int32), rows)
 
     def _refuse_over_context(self, lengths: np.ndarray) -> None:
         limit = self.config.max_positions

@@ -15,10 +15,10 @@ from pathlib import Path
 import tiktoken
 
 from ..errors import TokenizerError, shown
+from .strict_json import SURROGATE
 from .vocabulary import (
     CONFIG_FILE,
     RANKS_FILE,
-    SURROGATE,
     check_vocabulary,
     read_vocabulary,
     write_tokenizer,

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 from ..errors import FileError, TokenizerError, shown
 from ..files import parse_json, read_regular
 from ..numerics import is_whole
+from .strict_json import SURROGATE
 
 RANKS_FILE = "tiktoken.model"
 CONFIG_FILE = "tokenizer_config.json"
-SURROGATE = re.compile("[\ud800-\udfff]")
 _FILE_BYTES = 64 << 20  # ten times the files of the largest release
 _LISTED = 40  # problems that an error lists
 _RANK_LINE = re.compile(rb"\s*(\S+)\s+(0|[1-9][0-9]{0,8})\s*")

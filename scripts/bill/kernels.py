@@ -19,7 +19,7 @@ FREE = frozenset(
         *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"),
         *("opt-barrier", "add-dependency", "all-reduce-done", "all-gather-done", "copy-done"),
         *("collective-permute-done", "ragged-all-to-all-done", "async-done", "async-update"),
-        *("partition-id", "replica-id", "domain"),
+        *("partition-id", "replica-id", "domain", "reduce-scatter-done", "all-to-all-done"),
     }
 )
 # Opcodes that move elements and compute none.

@@ -101,6 +101,9 @@ def test_what_cannot_be_asked_is_one_error(folder):
         kj.RequestError, match=r"(?s)layers must be numbers in 0\.\.5.*sum, mixture"
     ):
         model.hidden(IDS, [0, 9], stream="both")
+    for tokens in (5, [5], [[1, 2], [3]]):
+        with pytest.raises(kj.RequestError, match="tokens must be"):
+            model.hidden(tokens, 0)
     for layers in ([], -1):
         with pytest.raises(kj.RequestError, match="layers must"):
             model.hidden(IDS, layers)

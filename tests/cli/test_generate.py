@@ -128,6 +128,13 @@ def test_a_file_of_prompts_is_done_once(run, loaded, model, tmp_path):
     assert code == 0 and "nothing to do" in err
 
 
+def test_prompts_that_cannot_run_leave_the_output_as_it_was(run, loaded, tmp_path):
+    replies = tmp_path / "replies.jsonl"
+    words = ("generate", "5,99999", "--tokens", "--output", replies)
+    assert_refused(run(*words), "99999 is not a token id")
+    assert not replies.exists()
+
+
 def test_what_is_done_stays_when_a_run_is_stopped(run, loaded, model, tmp_path, monkeypatch):
     """Ctrl-C after the first of three."""
     replies = tmp_path / "replies.jsonl"

@@ -48,7 +48,7 @@ def test_unforeseen_errors_keep_their_traceback(run, loaded, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "command", ["generate", "chat", "tokens", "plan", "inspect", "bench", "cache"]
+    "command", ["generate", "chat", "score", "tokens", "plan", "inspect", "bench", "cache"]
 )
 def test_help_teaches_by_example(capsys, command):
     with pytest.raises(SystemExit) as ended:

@@ -4,7 +4,7 @@ import re
 
 import pytest
 from commands import assert_refused
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import kimi_jax as kj
@@ -50,7 +50,8 @@ def test_sizes_of_a_plan(refused, option):
 
 
 @given(text=st.text(max_size=8) | st.integers().map(str))
-@settings(max_examples=300, derandomize=True, deadline=None)
+@example(text="--")
+@settings(max_examples=300)
 def test_a_whole_number_is_read_as_it_is_written_or_refused(text):
     if re.fullmatch("[+-]?[0-9]+", text) and 0 <= int(text) < 2**31:
         options = cli.make_parser().parse_args(["generate", "a", f"--seed={text}"])

@@ -58,6 +58,7 @@ def test_options_of_a_prompt_stand_beside_those_of_all():
 def test_a_file_goes_on_after_its_last_whole_line(tmp_path):
     path, records = tmp_path / "replies.jsonl", [Record(1, "a"), Record("ü", [2])]
     output = Output(path)
+    output.open()
     assert output.missing(records) == records
     output.write(records[0], COMPLETION)
     whole = path.read_bytes()
@@ -68,6 +69,8 @@ def test_a_file_goes_on_after_its_last_whole_line(tmp_path):
     for length in range(len(whole)):  # of a second line that was cut off
         path.write_bytes(whole + whole[:length])
         again = Output(path)
+        assert path.read_bytes() == whole + whole[:length]  # till it is known that all can run
+        again.open()
         assert again.missing(records) == records[1:] and path.read_bytes() == whole
     again.write(records[1], COMPLETION)
     assert Output(path).missing(records) == [] and path.read_bytes().startswith(whole)
@@ -86,6 +89,7 @@ def test_a_file_of_something_else_is_left_as_it_is(tmp_path, content):
 
 def test_an_id_stands_for_one_prompt(tmp_path):
     output = Output(tmp_path / "replies.jsonl")
+    output.open()
     output.write(Record(1, "a"), COMPLETION)
     with pytest.raises(FileError, match="another prompt with the id 1"):
         Output(tmp_path / "replies.jsonl").missing([Record(1, "b")])

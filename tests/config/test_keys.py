@@ -2,7 +2,7 @@
 
 import pytest
 from configs import MISSING, WEIGHTS, k3, plant, problems_of, refused, with_lists
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kimi_jax.config.config import Config
@@ -182,7 +182,6 @@ def test_layer_lists_counted_from_0_are_refused():
 split = st.lists(st.booleans(), min_size=1, max_size=40)
 
 
-@settings(derandomize=True, deadline=None)
 @given(split, st.randoms(use_true_random=False))
 def test_any_partition_reads_back(is_full, random):
     full = [i for i, flag in enumerate(is_full, 1) if flag]
@@ -195,7 +194,6 @@ def test_any_partition_reads_back(is_full, random):
     assert Config.from_hf(config.to_hf()) == config
 
 
-@settings(derandomize=True, deadline=None)
 @given(split, st.data())
 def test_any_overlap_is_refused(is_full, data):
     full = [i for i, flag in enumerate(is_full, 1) if flag]

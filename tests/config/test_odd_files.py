@@ -105,7 +105,7 @@ json_values = st.recursive(
 )
 
 
-@settings(derandomize=True, max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.dictionaries(st.sampled_from(paths(k3_1()["text_config"])), json_values, max_size=4))
 def test_several_odd_values_read_or_are_refused_together(planted):
     file = k3_1()
@@ -114,7 +114,7 @@ def test_several_odd_values_read_or_are_refused_together(planted):
     read_or_refuse(file)
 
 
-@settings(derandomize=True, max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_a_damaged_file_reads_or_is_refused(tmp_path_factory, data):
     text = json.dumps(k3_1(), indent=1).encode()

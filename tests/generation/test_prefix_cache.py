@@ -117,7 +117,7 @@ def test_what_does_not_fit_is_refused(one, folder):
 
 
 @given(st.lists(st.lists(st.integers(0, 1), max_size=9), max_size=25), st.integers(1, 5))
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=80)
 def test_a_tree_gives_the_longest_prefix_that_it_holds(prompts, limit):
     """And only such as it was given; it never holds more than it may, and forgets ends first."""
     tree = ChunkTree(2, limit)
@@ -159,7 +159,7 @@ def test_what_lost_its_beginning_is_not_kept():
 
 
 @given(st.integers(1, 9), st.integers(1, 5), st.integers(1, 20))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_window_holds_what_any_rank_gets_of_a_chunk(block, ranks, size):
     stripes = Stripes(block, ranks)
     owner = stripes.owner(np.arange(size * block * ranks))

@@ -147,7 +147,7 @@ def runs_by_definition(config: kj.Config) -> tuple[int, int, int]:
     return best
 
 
-@settings(derandomize=True, max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.booleans(), min_size=1, max_size=24), st.integers(0, 24), st.integers(1, 3))
 def test_the_run_that_is_scanned_is_the_best_of_all(is_mla, dense_layers, freq):
     config = dataclasses.replace(

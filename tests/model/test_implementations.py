@@ -31,7 +31,7 @@ def test_definitions_and_training_are_what_they_say():
 
 
 @given(st.dictionaries(st.sampled_from(sorted(TABLES)), WRONG, min_size=1))
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_unknown_names_raise_one_error_that_lists_what_exists(wrong):
     wrong = {name: value for name, value in wrong.items() if value not in tuple(TABLES[name])}
     if not wrong:

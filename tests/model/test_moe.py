@@ -53,7 +53,7 @@ def test_route_equals_golden(ops, case, dtype):
     close(weights, np.take_along_axis(g[f"{case}.dense_weights_f64"], ids, -1), ROUTE)
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=20)
 @given(
     st.integers(0, 1000),
     st.sampled_from([(1, 1), (2, 1), (2, 2), (5, 2), (10, 3)]),

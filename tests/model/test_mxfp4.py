@@ -95,7 +95,7 @@ def test_golden(case):
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 5), st.integers(1, 3))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_representable_weights_come_back_exactly(seed, outputs, groups):
     rng = np.random.default_rng(seed)
     packed = rng.integers(0, 256, (2, outputs, 16 * groups), dtype=np.uint8)
@@ -119,7 +119,7 @@ FLOATS = st.floats(-1e30, 1e30, allow_nan=False)
 
 
 @given(arrays.arrays(np.float64, (2, 64), elements=FLOATS))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_packing_is_close_and_no_single_code_is_closer(weights):
     packed, scale = mxfp4.pack(weights)
     error = np.abs(mxfp4.unpack_numpy(packed, scale) - weights)

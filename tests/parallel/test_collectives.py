@@ -309,7 +309,7 @@ run_offsets = quick_jit(lambda counts: jax.vmap(collectives.ragged_offsets, (Non
 
 
 @one_of("n", [1, 2, 3, 4, 8])
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_ragged_offsets_equal_brute_force(n, data):
     """A list of (source, destination, row) in the order of each buffer says where all begins."""
@@ -336,7 +336,7 @@ def test_ragged_offsets_equal_brute_force(n, data):
 
 
 @one_of("n", [1, 3, 8])
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_blocks_come_back_from_a_buffer_without_gaps(n, data):
     c, X = 4, 2
@@ -511,7 +511,7 @@ def test_exchange_at_any_counts(ragged_on_cpu, data, model, axis):
     """All of that, for counts that hypothesis draws."""
     count, n = groups(data, model, axis).shape
 
-    @settings(max_examples=15, deadline=None, derandomize=True)
+    @settings(max_examples=15)
     @given(st.lists(counts_matrices(n, C), min_size=count, max_size=count))
     def check(matrices):
         exchange = exchanged(data, model, axis, np.stack(matrices))

@@ -217,7 +217,7 @@ ODD_SIZES = (
 )
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.dictionaries(st.sampled_from(AXES), ODD_SIZES, min_size=1))
 def test_odd_sizes_are_named_in_one_error(sizes):
     wrong = {

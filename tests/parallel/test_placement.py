@@ -217,7 +217,7 @@ def is_right(name, value):
     return tuple(value) in (("model",), BOTH)
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.dictionaries(st.sampled_from([*CHOICES, *LISTS, *NUMBERS]), ODD_VALUES, max_size=5))
 def test_odd_options_are_all_named_in_one_error(options):
     wrong = {name for name, value in options.items() if not is_right(name, value)}
@@ -234,7 +234,7 @@ def test_odd_options_are_all_named_in_one_error(options):
     assert all(len(line) < 400 and line.isprintable() for line in lines)
 
 
-@settings(derandomize=True, deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.dictionaries(st.sampled_from([*NUMBERS]), st.sampled_from([1, 5, 2**31, 2**63 - 1])))
 def test_large_numbers_that_are_accepted_can_be_asked_for(options):
     place = kj.Placement(keys="helix", rows="auto", experts="auto", **options)

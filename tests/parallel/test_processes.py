@@ -13,7 +13,9 @@ from kimi_jax.parallel.mesh import MODEL, make_mesh
 from kimi_jax.parallel.processes import agree, settle, to_device, to_host, to_mesh, together
 
 SCRIPT = """
-import json, sys
+import atexit, json, sys, threading
+names = lambda: [thread.name for thread in threading.enumerate()]
+atexit.register(lambda: print("threads at the end:", names(), file=sys.stderr))  # after all others
 import jax
 jax.config.update("jax_num_cpu_devices", 2)
 address, me = sys.argv[1], int(sys.argv[2])
@@ -59,6 +61,7 @@ def both():
     """key -> what the first and the second of two processes of two devices each say."""
     ended = results_of(start_pair(lambda at, me: [sys.executable, "-c", SCRIPT, at, str(me)]))
     assert [code for code, *_ in ended] == [0, 0], ended
+    assert all("threads at the end: ['MainThread']" in errors for *_, errors in ended), ended
     first, second = (json.loads(out.splitlines()[-1]) for _, out, _ in ended)
     assert [key for key, _ in first] == [key for key, _ in second]
     key_of = lambda key: key if isinstance(key, str) else tuple(key)  # noqa: E731

@@ -374,7 +374,7 @@ def test_every_odd_argument_is_in_one_error():
         assert part in message
 
 
-@settings(derandomize=True, max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.dictionaries(st.sampled_from(ARGUMENTS), st.sampled_from(list(ODD)), max_size=6))
 def test_any_arguments_plan_or_are_refused_together(chosen):
     planned, message = attempt(**{name: ODD[odd] for name, odd in chosen.items()})

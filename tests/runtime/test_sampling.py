@@ -108,7 +108,7 @@ def test_draws_follow_the_distribution():
     st.floats(0, 1),
     st.floats(0, 1),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_at_least_one_token_may_always_be_drawn(logits, top_k, top_p, min_p):
     args = (jnp.float32(0.7), jnp.int32(top_k), jnp.float32(top_p), jnp.float32(min_p))
     may = np.asarray(allowed(jnp.asarray(logits, jnp.float32), *args))
@@ -208,7 +208,7 @@ ROWS = st.tuples(STRATEGIES, st.integers(0, 99), st.integers(0, 4))
 
 
 @given(st.lists(ROWS, min_size=2, max_size=6))
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25)
 def test_a_row_samples_by_its_own_settings_whatever_stands_beside_it(asked):
     rng = np.random.default_rng(len(asked))
     logits = rng.normal(size=(len(asked), 7)).astype(np.float32) * 3

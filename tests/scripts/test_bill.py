@@ -246,3 +246,18 @@ def test_a_program_of_which_nothing_was_buffered_is_told_from_one_that_was_not_d
     (tmp_path / "m.thunk_metadata.txt").write_text(f"thunk_metadata {{\n{info}}}\n")
     (tmp_path / "m.thunk_sequence_after_thunk_passes.txt").write_text(SEQUENCE)
     assert bill["buffers"].in_command_buffers(tmp_path) == {"copy.1"}
+
+
+@pytest.mark.parametrize("kind", ["all-gather", "reduce-scatter", "all-to-all"])
+def test_a_collective_that_is_started_and_ended_launches_once(bill, kind):
+    text = f"""\
+HloModule m, is_scheduled=true
+
+ENTRY %main (x: f32[8,64]) -> f32[8,64] {{
+  %x = f32[8,64]{{1,0}} parameter(0)
+  %begun = (f32[8,64]{{1,0}}, f32[8,64]{{1,0}}) {kind}-start(%x), replica_groups={{{{0,1}}}}, \
+dimensions={{0}}, metadata={{op_name="jit(step)/mlp/x"}}
+  ROOT %ended = f32[8,64]{{1,0}} {kind}-done(%begun)
+}}
+"""
+    assert account(bill, text).total.launches == 1

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 import kimi_jax as kj
 from kimi_jax.text import chat_format, reply_parser, tags
 
-unhurried = settings(deadline=None, derandomize=True, max_examples=300)
+many = settings(max_examples=300)
 
 
 def test_a_reply_is_taken_apart():
@@ -49,7 +49,7 @@ MARKUP = st.sampled_from(
 )
 
 
-@unhurried
+@many
 @given(st.lists(MARKUP, max_size=14).map("".join), st.booleans(), st.integers(0, 400))
 def test_pitfall_50_streams_equal_wholes_and_no_marker_leaks(text, thinking, cut):
     """At every split: a prefix says a prefix, and the rest completes it. Cut anywhere, nothing of a
@@ -139,7 +139,7 @@ CHANNELS = st.sampled_from(
 )
 
 
-@unhurried
+@many
 @given(st.lists(CHANNELS, max_size=10).map("".join), st.booleans(), st.randoms())
 def test_channels_equal_their_definition(text, thinking, chance: random.Random):
     """Also where bytes of a character are missing."""
@@ -163,7 +163,7 @@ called = st.builds(
 )
 
 
-@settings(unhurried, max_examples=60)
+@settings(max_examples=60)
 @given(spoken, spoken, st.lists(called, max_size=3), st.booleans())
 def test_what_is_rendered_is_parsed_back(thought, answer, calls, thinking):
     """A reply that says exactly what a message says gives that message again."""
@@ -289,7 +289,7 @@ def test_text_that_looks_like_a_marker_is_text():
     assert said(parsed(tokens, thinking=False)[1])[1] == FORGED
 
 
-@unhurried
+@many
 @given(
     st.lists(st.text("ab", min_size=1, max_size=3), max_size=6),
     st.lists(st.text("ab", min_size=1, max_size=3), max_size=2),
@@ -394,7 +394,7 @@ def reply_of(parser):
     return kj.Reply(thought, answer, calls, "stop", usage, [])
 
 
-@unhurried
+@many
 @given(NOISE, st.booleans())
 def test_every_reply_can_go_back_into_its_conversation(noise, thinking):
     tokens = ids(noise) if isinstance(noise, str) else noise
@@ -411,7 +411,7 @@ def test_every_reply_can_go_back_into_its_conversation(noise, thinking):
     assert [e.tool_call for e in events if e.tool_call] == reply.tool_calls
 
 
-@unhurried
+@many
 @given(NOISE, st.booleans())
 def test_what_a_parser_has_said_it_never_takes_back(noise, thinking):
     """Events, calls and problems only grow, and nothing follows the end."""

@@ -42,7 +42,7 @@ PLACES = st.lists(st.integers(0, 20), max_size=6)
 
 
 @given(st.text("abc", max_size=20), STOPS, PLACES, PLACES)
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300)
 def test_the_earliest_end_decides_however_the_text_is_split(text, stops, first, second):
     cut = first_stop(text, stops)
     wanted = (text[:cut], cut is not None)
@@ -51,7 +51,7 @@ def test_the_earliest_end_decides_however_the_text_is_split(text, stops, first, 
 
 
 @given(st.text("ab", max_size=20), STOPS, PLACES, st.integers(0, 6))
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300)
 def test_stop_strings_that_are_complete_too_early_do_not_count(text, stops, places, unarmed):
     pieces = split(text, places)
     cut = first_stop(text, stops, ignored=len("".join(pieces[:unarmed])))
@@ -86,7 +86,7 @@ def pushed(words, text, stops, min_tokens=0):
 @given(
     st.text("abc é漢", max_size=30), st.lists(st.text("abc 漢", min_size=1, max_size=3), max_size=3)
 )
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 def test_text_of_tokens_ends_where_the_text_says(words, text, stops):
     """Also across tokens and within characters of several tokens; nothing else is lost."""
     pieces, stopped = pushed(words, text, stops)
@@ -100,7 +100,7 @@ def test_stop_strings_reach_across_tokens(words):
 
 
 @given(st.text("abc ", max_size=20), st.integers(0, 9))
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 def test_stop_strings_wait_for_the_fewest_tokens(words, text, fewest):
     early = words.decode(words.encode(text)[: max(0, fewest - 1)])
     cut = first_stop(text, ["b", "ab "], ignored=len(early))

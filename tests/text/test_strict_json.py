@@ -15,12 +15,14 @@ VALUES = st.recursive(
 )
 
 
-@settings(deadline=None, derandomize=True, max_examples=200)
+@settings(max_examples=200)
 @given(VALUES)
 def test_what_is_writable_is_read_back(value):
     if strict_json.unwritable(value):
         with pytest.raises(ValueError, match="it holds"):
-            strict_json.parse(json.dumps(value).replace("NaN", "1e999"))
+            strict_json.parse(
+                json.dumps(value).replace("NaN", "1e999").replace("Infinity", "1e999")
+            )
         return
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     assert strict_json.parse(text.encode().decode(), unique_keys=True) == value

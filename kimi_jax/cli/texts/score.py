@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import math
-from pathlib import Path
 from typing import Any
 
 from ...errors import CommandError, label
 from ...waiting import waiting
 from ..devices import check_folder, load_model, use_compilation_cache
-from ..options import DTYPES, HELP, SHIPPED, SHIPPED_MODEL, add_command, add_mesh, whole
-from ..output import print_json, print_table, read_standard_input
+from ..options import DTYPES, HELP, add_command, add_mesh, add_model, model_folder, whole
+from ..output import print_json, print_table, read_text
 
 EXAMPLES = """\
   kimi-jax score letter.txt
@@ -29,8 +28,7 @@ def add(commands: Any) -> None:
     add = command.add_argument
     help_files = "UTF-8 text to score; - reads it from standard input"
     add("files", nargs="+", metavar="FILE", help=help_files)
-    help_model = f"checkpoint folder ({SHIPPED_MODEL})"
-    add("--model", type=Path, default=SHIPPED, metavar="PATH", help=help_model)
+    add_model(command, has_path=False)
     help_window = "most tokens that are read at once (the model's context)"
     add("--window", type=whole(2), metavar="T", help=help_window)
     help_batch = "windows that run together (8)"
@@ -42,18 +40,21 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
+    from ...text.tokenizer import Tokenizer
+
     if options.files.count("-") > 1:
         raise CommandError("- stands for standard input, which can be one text only")
-    texts = [read_standard_input() if name == "-" else _text(name) for name in options.files]
+    texts = [read_text(name) for name in options.files]
     for name, text in zip(options.files, texts, strict=True):
         if not text:
             raise CommandError(f"{label(name)}: is empty")
+    folder = model_folder(options)
     with waiting("loading the model"):
-        check_folder(options.model)
+        check_folder(folder)
+        if not Tokenizer.is_in(folder):
+            raise CommandError(f"{label(folder)}: this folder has no tokenizer")
         use_compilation_cache()
-        model = load_model(options.model, options)
-    if model.tokenizer is None:
-        raise CommandError("texts need a tokenizer, and this folder has no tokenizer")
+        model = load_model(folder, options)
     scores = model.score(texts, window=options.window, batch=options.batch)
     if options.json:
         for name, score in zip(options.files, scores, strict=True):
@@ -66,17 +67,6 @@ def run(options: argparse.Namespace) -> int:
     ]
     print_table("", columns, rows)
     return 0
-
-
-def _text(name: str) -> str:
-    try:
-        return Path(name).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        byte = error.object[error.start]
-        message = f"{label(name)}: is not UTF-8: byte {byte:#04x} at {error.start}"
-        raise CommandError(message) from error
-    except ValueError as error:  # a NUL in the name
-        raise CommandError(f"{label(name)}: {error}") from error
 
 
 def _figures(score: Any) -> dict[str, Any]:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import re
-from pathlib import Path
 from typing import Any
 
-from ...errors import CommandError, FileError, label
-from ...files import read_regular
+from ...errors import CommandError, label
 from ..devices import check_folder
 from ..options import add_command, add_model, model_folder
-from ..output import print_table, read_standard_input, write
+from ..output import print_table, read_text, write
 
 EXAMPLES = """\
   kimi-jax tokens letter.txt
@@ -20,7 +18,6 @@ EXAMPLES = """\
   kimi-jax tokens letter.txt > ids.txt; kimi-jax tokens ids.txt --decode
 
 Ids have commas between them, as --tokens of generate takes them."""
-_LARGEST = 2**28  # bytes of a file
 
 
 def add(commands: Any) -> None:
@@ -46,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
     if not Tokenizer.is_in(folder):
         raise CommandError(f"{label(folder)}: this folder has no tokenizer")
     tokenizer = Tokenizer.from_folder(folder)
-    text = read_standard_input() if options.file == "-" else _read(options.file)
+    text = read_text(options.file)
     if options.decode:
         write(tokenizer.decode(_ids(text, tokenizer.vocab_size)))
         return 0
@@ -61,15 +58,6 @@ def run(options: argparse.Namespace) -> int:
     else:
         write(",".join(map(str, ids)) + "\n")
     return 0
-
-
-def _read(name: str) -> str:
-    content = read_regular(name, _LARGEST)
-    try:
-        return content.decode()
-    except UnicodeDecodeError as error:
-        byte = content[error.start]
-        raise FileError(Path(name), f"is not UTF-8: byte {byte:#04x} at {error.start}") from error
 
 
 def _ids(text: str, count: int) -> list[int]:
