@@ -23,6 +23,7 @@ ROLES = {
     "analysis": "scores, hidden states, gradients",
     "generation": "requests, engine, sessions, chat",
     "planning": "which mesh and placement to run on",
+    "speculation": "drafts, verified and committed",
     "runtime": "compiled programs on a mesh",
     "text": "strings and token ids",
     "checkpoint": "released folders",

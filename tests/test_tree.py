@@ -29,6 +29,7 @@ LEVELS = (
     ("api",),
     ("analysis",),
     ("generation", "planning"),
+    ("speculation",),
     ("runtime", "text", "checkpoint"),
     ("model", "compilation"),
     ("parallel",),

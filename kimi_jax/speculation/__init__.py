@@ -1,0 +1,3 @@
+"""Speculative decoding: a drafter proposes tokens, the model verifies them in one step, and what it
+accepts is committed.
+"""
