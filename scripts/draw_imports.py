@@ -30,6 +30,7 @@ ROLES = {
     "model": "what is computed, per device",
     "parallel": "where arrays are and how they move",
     "config": "sizes and switches of a model",
+    "vision": "from an image to patches",
     "compilation": "compiling ahead, on disk",
     "errors": "errors and quoted values",
     "numerics": "checks of numbers, dtypes",

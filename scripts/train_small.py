@@ -30,7 +30,7 @@ from train_tokenizer import train_ranks
 import kimi_jax as kj
 from kimi_jax.checkpoint import save_hf, shapes, to_hf
 from kimi_jax.model import mxfp4
-from kimi_jax.model.decoder import declare
+from kimi_jax.model.declared import declare
 from kimi_jax.model.implementations import TRAINING
 from kimi_jax.model.mxfp4 import MXFP4, PLAIN
 from kimi_jax.runtime.program import make_program

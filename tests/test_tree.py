@@ -32,7 +32,7 @@ LEVELS = (
     ("speculation",),
     ("runtime", "text", "checkpoint"),
     ("model", "compilation"),
-    ("parallel",),
+    ("parallel", "vision"),
     ("config",),
     ("files", "progress"),
     ("numerics", "errors", "waiting"),

@@ -35,3 +35,6 @@ MOE_LAYER = {"float32": 1e-5, "float64": 1.5e-13, "bfloat16": 0.12}
 MOE_MESH = {"float64": 4e-14, "bfloat16": 0.12}  # measured 1.0e-14 and 0.040
 CHOSEN_SUMS = 1e-5  # float32, logits up to 3, by two reductions; measured 2.2e-6
 PATHS = 3e-5  # float32 log-probabilities of generated ids, over all paths; measured 6.5e-6
+# The vision tower and its projector against golden numbers: rows of about unit size.
+VISION = {"float32": 1e-4, "float64": 1e-11}  # measured 6.5e-6 and 6e-15
+VISION_STORED = 1e-6  # golden values that are stored as float32; measured 3.4e-7

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from ..errors import RequestError, label, meant, shown
-from ..model.decoder import Declared, declare
+from ..model.declared import Declared, declare
 from ..runtime.program import Program
 
 

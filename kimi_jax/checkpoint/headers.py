@@ -7,7 +7,7 @@ used, and each problem names its file or its tensor.
 
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from ..errors import CheckpointError, FileError, shown
 from ..files import open_regular, parse_json, read_json
 from ..numerics import is_whole
-from .names import is_skipped
+from .names import is_vision
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -59,11 +59,12 @@ class Contents(NamedTuple):
     problems: list[str]
 
 
-def read_folder(folder: Path) -> Contents:
+def read_folder(folder: Path, reads_vision: bool) -> Contents:
     """Index and headers of a checkpoint. Raises CheckpointError where no shard can be read."""
     problems: list[str] = []
     index = read_index(folder)
-    shards = _read_shards(folder, _shards_of(folder, index) or [SINGLE_FILE], problems)
+    files = _shards_of(folder, index, reads_vision) or [SINGLE_FILE]
+    shards = _read_shards(folder, files, problems)
     index = index or dict.fromkeys(shards[SINGLE_FILE].tensors, SINGLE_FILE)
     problems += _disagreements(index, shards)
     data = {name: shard.data for name, shard in shards.items()}
@@ -97,14 +98,19 @@ def read_index(folder: Path) -> dict[str, str]:
     return listed
 
 
-def shards_to_read(index: Mapping[str, str]) -> list[str]:
+def tensor_names(folder: Path) -> Collection[str]:
+    """The tensors that a folder lists, in its index or in the header of its single file."""
+    return read_index(folder) or _read_shard(folder / SINGLE_FILE).tensors
+
+
+def shards_to_read(index: Mapping[str, str], reads_vision: bool) -> list[str]:
     """The shards of an index that hold a tensor which is read."""
-    return sorted({shard for name, shard in index.items() if not is_skipped(name)})
+    return sorted({shard for name, shard in index.items() if reads_vision or not is_vision(name)})
 
 
-def _shards_of(folder: Path, index: Mapping[str, str]) -> list[str]:
+def _shards_of(folder: Path, index: Mapping[str, str], reads_vision: bool) -> list[str]:
     """The shards of an index that must be there, and others that are."""
-    needed = shards_to_read(index)
+    needed = shards_to_read(index, reads_vision)
     others = set(index.values()) - set(needed)
     return sorted([*needed, *(name for name in others if os.path.lexists(folder / name))])
 

@@ -16,14 +16,18 @@ from ..errors import FileError
 from ..model.mxfp4 import MXFP4
 from .headers import INDEX_FILE, SINGLE_FILE, read_index, shards_to_read
 from .names import hf_shapes
+from .reader import reads_tower
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def folder_of(path: str | os.PathLike[str], others: Sequence[str]) -> str | os.PathLike[str]:
+def folder_of(
+    path: str | os.PathLike[str], others: Sequence[str], vision: bool | None = None
+) -> str | os.PathLike[str]:
     """A path as it is; where nothing is there and it reads "owner/name", the folder in which
     `huggingface_hub` keeps that repository, with the files that a checkpoint is read from fetched:
-    config, index, shards of the text decoder, and of the `others` those that the repository has.
+    config, index, shards of the text decoder, of the vision tower if `reads_tower`, and
+    of the `others` those that the repository has.
 
     Raises `FileError` with the command that fetches them, and its size, where `huggingface_hub` is
     not installed or cannot reach them.
@@ -37,12 +41,12 @@ def folder_of(path: str | os.PathLike[str], others: Sequence[str]) -> str | os.P
         why = "huggingface_hub, which would fetch it, is not installed: pip install 'kimi-jax[hub]'"
         raise _refusal(repository, why) from error
     try:
-        return _fetch(hub, repository, others)
+        return _fetch(hub, repository, others, vision)
     except (hub.errors.HfHubHTTPError, hub.errors.EntryNotFoundError, OSError) as error:
         raise _refusal(repository, str(error).strip().split("\n")[0]) from error
 
 
-def _fetch(hub: Any, repository: str, others: Sequence[str]) -> Path:
+def _fetch(hub: Any, repository: str, others: Sequence[str], vision: bool | None) -> Path:
     config = Path(hub.hf_hub_download(repository, "config.json"))
     folder = config.parent  # of one commit: the other files are of the same
 
@@ -58,7 +62,9 @@ def _fetch(hub: Any, repository: str, others: Sequence[str]) -> Path:
 
     for name in others:
         has(name)
-    shards = shards_to_read(read_index(folder)) if has(INDEX_FILE) else [SINGLE_FILE]
+    shards = [SINGLE_FILE]
+    if has(INDEX_FILE):
+        shards = shards_to_read(read_index(folder), reads_tower(folder, vision))
     for shard in shards:
         hub.hf_hub_download(repository, shard, revision=folder.name)
     return folder

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from .headers import Tensor
-from .names import Weight, is_skipped, shape_text
+from .names import Weight, is_vision, shape_text
 
 _LISTED_EXPERTS = 16  # missing experts of a weight that are reported one by one
 _EXPERT_NUMBER = re.compile(r"(?<=\.experts\.)(0|[1-9][0-9]{0,8})(?=\.)")
@@ -16,8 +16,10 @@ def inventory_problems(
     tensors: Mapping[str, Tensor],
     listed: Iterable[str],
     odd_experts: Iterable[str],
+    reads_vision: bool,
 ) -> Iterator[str]:
-    """Tensors that are missing, unknown, or of another shape or dtype than their weight.
+    """Tensors that are missing, unknown, or of another shape or dtype than their weight; where the
+    vision part is not read, its tensors are not looked at.
 
     `listed` are the tensors of the index and `odd_experts` the expert matrices reported already:
     what they name is not missing. Takes time and memory in proportion to what the files hold and to
@@ -36,7 +38,7 @@ def inventory_problems(
             del unknown[name]
         yield from _mixed_dtypes(weight, [tensors[name] for name in readable])
     for name, tensor in tensors.items():
-        if name in unknown and not is_skipped(name):
+        if name in unknown and (reads_vision or not is_vision(name)):
             yield f"{name}: unknown tensor of shape {shape_text(tensor.shape)} in {tensor.shard}"
 
 

@@ -1,7 +1,7 @@
-"""The released names: for each weight of the model, the tensors of a checkpoint that hold it.
+"""The released names: for each weight of the decoder, the tensors of a checkpoint that hold it.
 
-Released names occur here only. `weight_table` lists the weights of a config; reading, writing,
-validation and shapes all follow from it.
+Released names occur here and in `vision_names` only. `weight_table` lists the weights of a config;
+reading, writing, validation and shapes all follow from it.
 """
 
 import math
@@ -19,10 +19,7 @@ ROOT = "language_model."
 LM_HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
 _EXPERTS = "block_sparse_moe."
-_SKIPPED = (
-    "vision_tower.",
-    "mm_projector.",
-)  # of the vision model, which is not part of this package
+TOWER, PROJECTOR = "vision_tower.", "mm_projector."  # `vision_names` has what is in them
 _PADDED_HEADS = 128  # the released a_log is zero-padded to this many
 _MAX_DIMS = 64  # that numpy can slice
 
@@ -379,9 +376,9 @@ def shape_text(shape: Iterable[int]) -> str:
     return shown(list(shape))
 
 
-def is_skipped(name: str) -> bool:
-    """Whether a released tensor belongs to the parts that this package does not read."""
-    return name.removeprefix(ROOT).startswith(_SKIPPED)
+def is_vision(name: str) -> bool:
+    """Whether a released tensor belongs to the vision tower or its projector."""
+    return name.removeprefix(ROOT).startswith((TOWER, PROJECTOR))
 
 
 def shapes(config: Config, quantization: Quantization) -> dict[str, tuple[tuple[int, ...], str]]:

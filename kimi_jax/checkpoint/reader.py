@@ -11,9 +11,10 @@ import ml_dtypes
 import numpy as np
 
 from ..config.config import Config
+from ..config.vision import VisionConfig, has_table
 from ..errors import CheckpointError
 from ..model.mxfp4 import PLAIN, unpack_numpy
-from .headers import read_folder
+from .headers import read_folder, tensor_names
 from .inventory import inventory_problems
 from .names import (
     FLOAT32,
@@ -25,6 +26,7 @@ from .names import (
     scale_name,
     weight_table,
 )
+from .vision_names import holds_tower, vision_table
 
 _DTYPES = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -42,19 +44,32 @@ _NOT_FINITE = {  # the bits that are all set in NaN and Inf, as the unsigned typ
 _CHECKED_AT_ONCE = 1 << 22
 
 
+def reads_tower(folder: str | os.PathLike[str], wanted: bool | None = None) -> bool:
+    """Whether the vision tower of a folder is read: where the caller does not say, if it has a
+    `vision_config` and at least one block of a tower; else it is a text model.
+    """
+    if wanted is None:
+        return has_table(folder) and holds_tower(tensor_names(Path(folder)))
+    return wanted
+
+
 class Checkpoint:
     """A released checkpoint on disk, checked against a config when it is opened; read part by part.
 
-    `tensors` lists what the headers hold, `names` the weights of the model, `quantization` is
-    that of the experts, `root` begins every released name, and `bytes_read` counts the weight bytes
-    copied so far. Raises one `CheckpointError` with every problem of index, headers and inventory;
-    with tied embeddings, a head that differs from them is a problem too.
+    `tensors` lists what the headers hold, `names` the weights of the model, with those of the
+    vision tower where its config is given; `quantization` is that of the experts, `root` begins
+    every released name of the decoder, and `bytes_read` counts the weight bytes copied so far.
+    Raises one `CheckpointError` with every problem of index, headers and inventory; with tied
+    embeddings, a head that differs from them is a problem too.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], config: Config) -> None:
+    def __init__(
+        self, folder: str | os.PathLike[str], config: Config, vision: VisionConfig | None = None
+    ) -> None:
         self.folder = Path(folder)
         self.bytes_read = 0
-        self.tensors, index, self._data, problems = read_folder(self.folder)
+        reads_vision = vision is not None
+        self.tensors, index, self._data, problems = read_folder(self.folder, reads_vision)
         names = self.tensors.keys() | index.keys()
         self.root = ROOT if any(name.startswith(ROOT) for name in names) else ""
         self.quantization, odd_experts = expert_format(names)
@@ -63,9 +78,12 @@ class Checkpoint:
             for name in sorted(odd_experts)
         ]
         weights = weight_table(config, self.quantization, self.root)
+        weights += vision_table(vision, names) if vision else []
         self._weights = {weight.name: weight for weight in weights}
         tied = [self._tied_head()] if config.tie_embeddings else []
-        problems += inventory_problems([*weights, *tied], self.tensors, index, odd_experts)
+        problems += inventory_problems(
+            [*weights, *tied], self.tensors, index, odd_experts, reads_vision
+        )
         problems += [problem for weight in tied for problem in self._tie_problems(weight)]
         if problems:
             raise CheckpointError(*problems)

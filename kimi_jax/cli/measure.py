@@ -22,7 +22,7 @@ from jaxtyping import Array
 from ..api import Model
 from ..config.config import Config
 from ..generation.engine import capacity
-from ..model.decoder import build, declare
+from ..model.declared import build, declare
 from ..model.mxfp4 import MXFP4, expert_quantization
 from ..model.state import STATE_DIMS, State, home_of
 from ..parallel.on_mesh import model_ranks

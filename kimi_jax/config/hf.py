@@ -35,7 +35,7 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
     Raises one `ConfigError` with every problem; FileNotFoundError where there is no file.
     """
     problems: list[str] = []
-    file, generation = (source, {}) if isinstance(source, Mapping) else _load(source, problems)
+    file, generation = load(source, problems)
     top = Section(file, problems)
     ends = Section(generation, problems, f"{_GENERATION_FILE}: ")
     problems += [*top.form_problems(), *ends.form_problems()]
@@ -101,26 +101,28 @@ def _linear_table(fields: Mapping[str, Any]) -> dict[str, Any]:
 # Files.
 
 
-def _load(source: Any, problems: list[str]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """The two parsed files; the second is empty where there is none."""
+def load(source: Any, problems: list[str]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """The two parsed files; the second is empty where there is none, and for a parsed file."""
+    if isinstance(source, Mapping):
+        return source, {}
     try:
         path = Path(source)
     except TypeError as error:
         message = f"a config is a table, or the path of a file or folder; got {shown(source)}"
         raise ConfigError(message) from error
     path = path / _FILE if os.path.isdir(path) else path
-    file = _load_table(path)
+    file = load_table(path)
     if file is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     try:
-        generation = _load_table(path.with_name(_GENERATION_FILE)) or {}
+        generation = load_table(path.with_name(_GENERATION_FILE)) or {}
     except ConfigError as error:
         problems += error.problems
         generation = {}
     return file, generation
 
 
-def _load_table(path: Path) -> Mapping[str, Any] | None:
+def load_table(path: Path) -> Mapping[str, Any] | None:
     """The table in a JSON file; None where there is no such file."""
     try:
         table = read_json(path, _FILE_BYTES)
@@ -153,12 +155,13 @@ def _fields(top: Section, generation: Section) -> dict[str, Any]:
     _check_text(text, nested=text is not top)
     if text is not top:
         _check_top(top, text)
-    top.problems += _broken_rules(values)
+    top.problems += broken_rules(keys.RULES, values)
     return values
 
 
-def _broken_rules(values: Mapping[str, Any]) -> Iterator[str]:
-    for rule in keys.RULES:
+def broken_rules(rules: Iterable[keys.Rule], values: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each rule that the values break; values that are None or missing break none."""
+    for rule in rules:
         needed = [values.get(name) for name in rule.needs]
         if None not in needed and not rule.holds(*needed):
             yield rule.message.format(*map(shown, needed))

@@ -33,12 +33,13 @@ def is_numbers(value: Any) -> bool:
     return isinstance(value, list | tuple) and all(is_whole(item, 0) for item in value)
 
 
-def _is_positive(value: Any) -> bool:
+def is_positive(value: Any) -> bool:
+    """Whether a value is a positive number that float32 holds."""
     return is_number(value) and float(_FLOAT32.tiny) <= value <= float(_FLOAT32.max)
 
 
 def _is_negative(value: Any) -> bool:
-    return is_number(value) and _is_positive(-value)
+    return is_number(value) and is_positive(-value)
 
 
 def _integers(value: Any) -> tuple[int, ...]:
@@ -56,7 +57,7 @@ COUNT = Kind("an integer of 0 or more", lambda v: is_whole(v, 0), int, most=2**3
 LAYER_COUNT = replace(SIZE, most=10_000)
 EXPERT_COUNT = replace(SIZE, most=2**16 - 1)  # the number of an expert is sent in 16 bits
 MOST_EXPERTS = 1_000_000  # in all layers together
-POSITIVE = Kind("a positive number that float32 holds", _is_positive, float)
+POSITIVE = Kind("a positive number that float32 holds", is_positive, float)
 NEGATIVE = Kind("a negative number that float32 holds", _is_negative, float)
 FLAG = Kind("true or false", lambda v: isinstance(v, bool))
 ROUTER = Kind("'sigmoid' or 'softmax'", lambda v: isinstance(v, str) and v in _ROUTERS)

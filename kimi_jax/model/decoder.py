@@ -1,5 +1,4 @@
-"""The decoder, top to bottom: Layer, stacks of equal groups of layers, Kimi; and how its weights
-are declared and built.
+"""The decoder, top to bottom: Layer, stacks of equal groups of layers, Kimi.
 
 Unusual in this model:
 
@@ -15,25 +14,22 @@ Unusual in this model:
 """
 
 import dataclasses
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ..config.config import Config
 from ..numerics import at_least_float32
 from ..parallel import collectives
-from ..parallel.mesh import Sizes, mesh_sizes
-from ..parallel.placement import Placement
 from ..parallel.reductions import SUM
 from ..parallel.roles import Dim, Role
+from .declared import lead_with_groups
 from .kda import KDA
 from .layers import MLP, Expert, Term, linear_wide, rms_norm, weight
 from .mla import MLA
@@ -42,8 +38,6 @@ from .mxfp4 import Quantization
 from .residual import Mix, Taps, push
 from .state import KDAState, MLAState, State, cache_dtype
 from .step import Step
-
-Read = Callable[[str, tuple[slice, ...]], np.ndarray]
 
 
 class Layer(nnx.Module):
@@ -177,14 +171,7 @@ class Stack(nnx.Module):
         self.layers = nnx.List(
             [Layer(config, dtype, span.layer(j, 0), quantization) for j in range(span.period)]
         )
-        for _, param in nnx.iter_graph(self.layers):
-            if isinstance(param, nnx.Param):
-                layer = param.get_value()
-                param.set_value(jax.ShapeDtypeStruct((span.groups, *layer.shape), layer.dtype))
-                meta = param.get_metadata()
-                param.set_metadata(dims=("G", *meta["dims"]))
-                param.set_metadata(counts=(span.groups, *meta["counts"]))
-                param.set_metadata(roles=(None, *meta["roles"]))
+        lead_with_groups(self.layers, span.groups)
 
     def __call__(
         self,
@@ -285,6 +272,14 @@ class Kimi(nnx.Module):
         tapped = taps and self._end_of_taps(taps, x, bank, step)
         return out, state, Trace([*mixtures, weights], tapped)
 
+    def names_of(self, path: tuple) -> tuple[str, ...]:
+        """The names of the weight at a path: one for each group of its stack, if it is in one."""
+        if path[0] != "stacks":
+            return (".".join(map(str, path)),)
+        span, tail = self.stacks[int(str(path[1]))].span, ".".join(map(str, path[4:]))
+        layers = (span.layer(int(str(path[3])), g) for g in range(span.groups))
+        return tuple(f"layers.{layer}.{tail}" for layer in layers)
+
     def _end_of_taps(
         self, taps: Taps, x: Array, bank: Array, step: Step
     ) -> Float[Array, "M B T D"]:
@@ -343,101 +338,3 @@ def new_state(
 
     layers = [[layer(span.layer(j, 0), span.groups) for j in range(span.period)] for span in stacks]
     return State(layers, jnp.zeros(B, jnp.int32), jnp.zeros((B, config.hidden), dtype), S)
-
-
-@dataclasses.dataclass(frozen=True)
-class Declared:
-    """A declared weight, not yet allocated: its path in the module, shape, type, dims, and the
-    names of its released layers.
-    """
-
-    path: tuple
-    shape: tuple[int, ...]
-    dtype: jnp.dtype
-    dims: tuple[str, ...]
-    counts: tuple[int, ...]  # of things that are never split, dim by dim
-    roles: tuple[Role | None, ...]  # what each dim is sharded by
-    term: Term  # what a plan counts it to
-    names: tuple[str, ...]  # one per group, or a single name for a weight outside the layers
-
-    def placed(self, place: Placement, sizes: Sizes) -> tuple[int, ...]:
-        """Its shape on a mesh, with the padding of the placement."""
-        return place.padded_shape(self.roles, self.counts, self.shape, sizes)
-
-
-def declare(model: Kimi) -> Iterator[Declared]:
-    """Every weight of a declared model, in order. Allocates no arrays."""
-    for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        value, meta = param.get_value(), param.get_metadata()
-        names = (".".join(map(str, path)),)
-        if path[0] == "stacks":
-            span = model.stacks[int(str(path[1]))].span
-            tail = ".".join(map(str, path[4:]))
-            layers = (span.layer(int(str(path[3])), g) for g in range(span.groups))
-            names = tuple(f"layers.{layer}.{tail}" for layer in layers)
-        dtype = jnp.dtype(value.dtype)
-        dims, counts, roles = meta["dims"], meta["counts"], meta["roles"]
-        yield Declared(path, value.shape, dtype, dims, counts, roles, meta["term"], names)
-
-
-def build(
-    model: Kimi,
-    place: Placement,
-    mesh: Mesh,
-    read: Read,
-    done: Callable[[int], None] = lambda n: None,
-) -> dict:
-    """Fill a declared model: path -> array on the mesh. `read(name, index)` is called once for each
-    slice that this process' devices hold, however many of them hold it; `done` gets its bytes.
-
-    A slice goes to its devices before the next is read, so that the host holds a single slice.
-    """
-    weights = {}
-    for w in declare(model):
-        shape, sharding, parts = w.placed(place, mesh_sizes(mesh)), _sharding(w, place, mesh), []
-        for spans, devices in holders(shape, sharding).items():
-            part = _slice_of(w, spans, read)
-            parts += jax.block_until_ready([jax.device_put(part, device) for device in devices])
-            done(part.nbytes)
-        weights[w.path] = jax.make_array_from_single_device_arrays(shape, sharding, parts)
-    return weights
-
-
-def slice_sizes(w: Declared, place: Placement, mesh: Mesh) -> list[int]:
-    """The numbers in each slice of a weight that `build` asks for in this process."""
-    held = holders(w.placed(place, mesh_sizes(mesh)), _sharding(w, place, mesh))
-    return [math.prod(stop - start for start, stop in spans) for spans in held]
-
-
-def _sharding(w: Declared, place: Placement, mesh: Mesh) -> NamedSharding:
-    return NamedSharding(mesh, place.spec(w.roles))
-
-
-def holders(shape: tuple[int, ...], sharding: NamedSharding) -> dict[tuple, list]:
-    """The slices that this process holds, as (start, stop) of each dim, and the devices of each."""
-    held: dict[tuple, list] = {}
-    for device, index in sharding.addressable_devices_indices_map(shape).items():
-        pairs = zip(index or (), shape, strict=True)
-        spans = tuple(part.indices(size)[:2] for part, size in pairs)
-        held.setdefault(spans, []).append(device)
-    return held
-
-
-def _slice_of(w: Declared, spans: tuple[tuple[int, int], ...], read: Read) -> np.ndarray:
-    """A slice of a weight, read group by group and zero-padded beyond the weight's shape."""
-    out = np.zeros([stop - start for start, stop in spans], w.dtype)
-    real = [slice(min(a, n), min(b, n)) for (a, b), n in zip(spans, w.shape, strict=True)]
-    filled = tuple(slice(0, part.stop - part.start) for part in real)
-    if w.dims[0] != "G":
-        out[filled] = _fit(read(w.names[0], tuple(real)), w, tuple(real))
-        return out
-    for at, name in enumerate(w.names[real[0]]):
-        out[at][filled[1:]] = _fit(read(name, tuple(real[1:])), w, tuple(real[1:]))
-    return out
-
-
-def _fit(array: np.ndarray, w: Declared, index: tuple[slice, ...]) -> np.ndarray:
-    shape = tuple(part.stop - part.start for part in index)
-    if array.shape != shape:
-        raise ValueError(f"{w.names[0]}: read {array.shape}, the model declares {shape}")
-    return array

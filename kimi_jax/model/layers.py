@@ -38,6 +38,7 @@ class Term(enum.Enum):
     MLA_DOWN = "MLA latents down"
     INDEXER = "indexer"
     OTHER = "norms, float32 parts and KDA's f_a"
+    VISION = "vision tower and projector"
 
 
 def weight(

@@ -19,7 +19,8 @@ from jax.typing import DTypeLike
 from ..config.config import Config
 from ..config.released import RELEASED
 from ..errors import PlacementError, bytes_text, shown
-from ..model.decoder import Declared, Kimi, declare, kind_spans, new_state
+from ..model.declared import Declared, declare
+from ..model.decoder import Kimi, kind_spans, new_state
 from ..model.layers import Term
 from ..model.mxfp4 import GROUP, Quantization, expert_quantization
 from ..model.state import STATE_DIMS, STATE_ROLES
@@ -45,7 +46,7 @@ _STATE_TERMS = {
     "index_keys": "index keys",
     **dict.fromkeys(("length", "hidden"), "lengths and outputs"),
 }
-WEIGHT_TERMS = tuple(term.value for term in Term)
+WEIGHT_TERMS = tuple(term.value for term in Term if term is not Term.VISION)  # of the decoder
 STATE_TERMS = tuple(dict.fromkeys(_STATE_TERMS.values()))
 INPUTS = "tokens and lengths of a step"
 _INPUT_BYTES = 2 * 4  # of a request: one token and one length, int32

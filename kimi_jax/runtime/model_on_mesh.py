@@ -17,7 +17,8 @@ from jaxtyping import Array
 
 from ..compilation.function import CompiledFunction
 from ..config.config import Config
-from ..model.decoder import Kimi, declare, new_state, spans
+from ..model.declared import declare
+from ..model.decoder import Kimi, new_state, spans
 from ..model.implementations import Implementations
 from ..model.mxfp4 import MXFP4, Quantization
 from ..model.state import STATE_DIMS, STATE_ROLES, State

@@ -21,7 +21,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
-from ..model.decoder import Declared, Stack, declare
+from ..model.declared import Declared, declare
+from ..model.decoder import Stack
 from ..model.layers import Term
 from ..model.mla import MLA
 from ..model.state import State

@@ -15,7 +15,8 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from ..errors import PlacementError, RequestError
-from ..model.decoder import Span, holders, spans
+from ..model.declared import holders
+from ..model.decoder import Span, spans
 from ..model.state import STATE_DIMS, State, home_of
 from ..parallel.helix import Stripes
 from ..parallel.mesh import DATA, mesh_sizes

@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 from ..config.config import Config
 from ..errors import RequestError, shown
-from ..model.decoder import build, declare, slice_sizes
+from ..model.declared import build, declare, slice_sizes
 from ..model.state import State, home_of
 from ..numerics import is_whole
 from ..parallel.mesh import DATA

@@ -11,7 +11,7 @@ import math
 import jax.numpy as jnp
 
 from kimi_jax.config.config import Config
-from kimi_jax.model.decoder import Declared, declare
+from kimi_jax.model.declared import Declared, declare
 from kimi_jax.model.layers import Term
 from kimi_jax.parallel.mesh import DATA, MODEL
 from kimi_jax.parallel.roles import Role

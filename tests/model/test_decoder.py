@@ -18,7 +18,8 @@ from tolerances import EXACT
 
 import kimi_jax as kj
 from kimi_jax import checkpoint
-from kimi_jax.model.decoder import declare, kind_spans, spans
+from kimi_jax.model.declared import declare
+from kimi_jax.model.decoder import kind_spans, spans
 from kimi_jax.model.implementations import DEFINITIONS, Implementations
 from kimi_jax.model.mxfp4 import MXFP4
 from kimi_jax.runtime.program import make_program

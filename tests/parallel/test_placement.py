@@ -16,7 +16,7 @@ from models import AWKWARD, MESHED, write
 
 import kimi_jax as kj
 from kimi_jax.checkpoint.reader import Checkpoint
-from kimi_jax.model.decoder import declare
+from kimi_jax.model.declared import declare
 from kimi_jax.model.state import STATE_ROLES
 from kimi_jax.parallel.mesh import mesh_sizes
 from kimi_jax.parallel.placement import as_placement

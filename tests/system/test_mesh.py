@@ -23,7 +23,7 @@ from tolerances import EXACT, LOGITS, NEAR
 
 import kimi_jax as kj
 from kimi_jax.checkpoint.reader import Checkpoint
-from kimi_jax.model.decoder import build, declare, slice_sizes
+from kimi_jax.model.declared import build, declare, slice_sizes
 from kimi_jax.model.implementations import Implementations
 from kimi_jax.model.step import Step
 from kimi_jax.parallel.collectives import local_rows

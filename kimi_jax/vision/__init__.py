@@ -1,0 +1,1 @@
+"""Images before the model: how an image becomes patches. Knows no weights and no device."""
