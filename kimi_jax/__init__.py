@@ -59,6 +59,7 @@ _MODULES = {  # public name: the module that holds it
     "TokenizerError": "errors",
     "ToolCall": "text.tool_calls",
     "Usage": "generation.requests",
+    "Verified": "speculation.verify",
     "command_buffer_flags": "parallel.reductions",
     "copy_engine_flags": "parallel.reductions",
     "load": "api",

@@ -36,6 +36,7 @@ from .runtime.reshard import move as move
 from .runtime.sampling import Greedy as Greedy
 from .runtime.sampling import Sample as Sample
 from .runtime.sampling import TokenLogprob as TokenLogprob
+from .speculation.verify import Verified as Verified
 from .text.reply_parser import ChatEvent as ChatEvent
 from .text.tokenizer import Tokenizer as Tokenizer
 from .text.tool_calls import ToolCall as ToolCall

@@ -35,11 +35,13 @@ from .generation.prompts import Prompt, Prompts, TextRunner
 from .generation.sessions import Session
 from .model.implementations import Implementations
 from .model.mxfp4 import PLAIN
+from .model.state import State
 from .numerics import is_whole
 from .parallel.mesh import as_mesh, sizes_text
 from .parallel.placement import Placement, as_placement
 from .runtime.program import make_program
 from .runtime.runner import Ids, load_weights
+from .speculation.verify import Verified, commit, verify
 from .text.tokenizer import CONFIG_FILE, RANKS_FILE, Tokenizer
 
 if TYPE_CHECKING:
@@ -140,6 +142,24 @@ class Model(TextRunner):
     ) -> Array:
         """Hidden states of prompts."""
         return hidden(self, tokens, layers, lengths, stream=stream)
+
+    @method_of(verify)
+    def verify(
+        self,
+        state: State,
+        tokens: Ids,
+        lengths: Ids | None = None,
+        *,
+        layers: Sequence[int] | None = None,
+        stream: Stream = "sum",
+    ) -> Verified:
+        """A few rows a request, not committed."""
+        return verify(self, state, tokens, lengths, layers=layers, stream=stream)
+
+    @method_of(commit)
+    def commit(self, verified: Verified, accepted: Ids) -> State:
+        """The state after some of them."""
+        return commit(self, verified, accepted)
 
     @method_of(apply)
     def apply(

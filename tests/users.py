@@ -41,6 +41,9 @@ session.chat(messages, temprature=1.0)  # wrong
 
 (score,) = model.score("Alice", window=16)
 assert_type(score.bits_per_byte, float | None)
+verified = model.verify(model.new_state(1, 8), [[1, 2]], layers=[0, 3], stream="mixture")
+assert_type(model.commit(verified, [0]), kj.State)
+model.commit(verified)  # wrong
 model.hidden([[1, 2]], layers=[0, 3], stream="mixture")
 model.hidden([[1, 2]], layers="all")  # wrong
 model.hidden([[1, 2]], 0, stream="both")  # wrong

@@ -1,6 +1,5 @@
 """The residual stream after chosen layers."""
 
-import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -9,15 +8,11 @@ from jaxtyping import Array
 
 from ..errors import RequestError, shown
 from ..generation.prompts import items_of
-from ..model.state import State
 from ..model.step import Tapped
 from ..numerics import is_whole
 from ..parallel.on_mesh import own_mesh
-from ..runtime.model_on_mesh import BY_ROW, BY_SECOND, STATE, WEIGHTS, StatesFunction
-from ..runtime.program import Program
 from ..runtime.runner import Runner
-
-STREAMS = ("sum", "mixture")
+from ..speculation.taps import STREAMS, tapped_step
 
 
 def hidden(
@@ -47,7 +42,7 @@ def hidden(
         raise RequestError("\n".join(problems))
     wanted = [int(layer) for layer in numbers or ()]
     tapped = Tapped(tuple(sorted(set(wanted))), stream)
-    step = _tapped_step(runner.program, tapped)
+    step = tapped_step(runner.program, tapped)
     chunks = list(runner.in_chunks(step, tokens, lengths))
     B = len(np.asarray(tokens))
     with own_mesh(runner.mesh):
@@ -55,20 +50,3 @@ def hidden(
         rows = jnp.concatenate(pieces, axis=2) if len(pieces) > 1 else pieces[0]
         order = np.array([tapped.layers.index(layer) for layer in wanted], np.int32)
         return rows if len(order) == len(rows) and (np.diff(order) > 0).all() else rows[order]
-
-
-@functools.lru_cache(maxsize=32)
-def _tapped_step(program: Program, tapped: Tapped) -> StatesFunction:
-    """(weights, state, tokens [B, T], lengths [B]) -> the residual stream after the tapped layers
-    [M, B, T, D], state. Compiled; the state is consumed.
-    """
-
-    def device_fn(
-        weights: dict, state: State, tokens: Array, lengths: Array
-    ) -> tuple[Array | None, State]:
-        _, _, state, trace = program.run(weights, state, tokens, lengths, tapped=tapped)
-        return trace.taps, state
-
-    inputs, outputs = (WEIGHTS, STATE, BY_ROW, BY_ROW), (BY_SECOND, STATE)
-    name = f"the {tapped.stream} after layers {', '.join(map(str, tapped.layers))}"
-    return StatesFunction(program, program.compiled(device_fn, inputs, outputs, name, donate=1), 1)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 
 from ..numerics import is_whole
 from . import indexer, kda, mla
+from .attention import rollback
 from .experts import dispatch
 from .step import ImplementationNames
 
@@ -17,6 +18,7 @@ TABLES: Mapping[str, Mapping[str, Callable]] = {
     "mla": mla.IMPLEMENTATIONS,
     "moe": dispatch.IMPLEMENTATIONS,
     "transport": dispatch.TRANSPORTS,
+    "rollback": rollback.ROLLBACKS,
     "select": indexer.SELECTIONS,
 }
 
@@ -49,5 +51,5 @@ def fast_on(platform: str) -> Implementations:
     return Implementations(kda="transitions", mla="static", moe="slots", transport="ragged")
 
 
-DEFINITIONS = Implementations(kda="recurrent", mla="expanded", moe="dense")
+DEFINITIONS = Implementations(kda="recurrent", mla="expanded", moe="dense", rollback="checkpoints")
 TRAINING = Implementations(mla="expanded", moe="dense", chunk=16, select="teach")

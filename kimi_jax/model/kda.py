@@ -27,8 +27,9 @@ from ..config.config import Config
 from ..numerics import at_least_float32, widen
 from ..parallel.roles import Dim, Role
 from .attention.delta_rule import IMPLEMENTATIONS, recurrent_step
+from .attention.rollback import ROLLBACKS, Pending, Verifying
 from .layers import Term, linear, linear_wide, weight, with_rank
-from .state import KDAState
+from .state import KDAState, next_conv_state
 from .step import Step
 
 L2_EPS = 1e-6
@@ -78,9 +79,7 @@ def convolve(
     W, T = taps.shape[1], x.shape[1]
     inputs = jnp.concatenate([conv_state.astype(x.dtype), x], axis=1)
     summed = sum(widen(inputs[:, i : i + T]) * taps[None, None, :, i] for i in range(W))
-    last_inputs = lengths[:, None] + jnp.arange(W - 1, dtype=jnp.int32)[None]
-    conv_state = jnp.take_along_axis(inputs, last_inputs[..., None], axis=1)
-    return jax.nn.silu(summed).astype(x.dtype), conv_state
+    return jax.nn.silu(summed).astype(x.dtype), next_conv_state(conv_state, x, lengths)
 
 
 class KDA(nnx.Module):
@@ -115,21 +114,32 @@ class KDA(nnx.Module):
 
     @jax.named_scope("kda")
     def __call__(
-        self, x: Float[Array, "B T D"], state: KDAState, step: Step
-    ) -> tuple[Float[Array, "B T D"], KDAState]:
+        self, x: Float[Array, "B T D"], state: KDAState | Verifying, step: Step
+    ) -> tuple[Float[Array, "B T D"], KDAState | Verifying]:
         """The partial sum over this rank's heads of the output for x, and the stack's state with
-        this layer after each row's last token.
+        this layer after each row's last token; of rows that may be taken back, what they leave.
         """
         before = state.at(step.group).restarted(step.start)
-        q, k, v, conv_states = self._project(x, before, step.lengths)
-        decay, beta = self._gates(x)
-        recurrent_state, o = self._mix_tokens(before.memory, q, k, v, decay, beta, step)
-        out = linear(self._gated(o, x), self.w_o[...])
-        after = dataclasses.replace(before, memory=recurrent_state, **conv_states)
-        return out, state.put(step.group, after)
+        inputs = self._conv_inputs(x)
+        q, k, v, conv_states = self._convolved(inputs, before, step.lengths)
+        tokens = self._valid_tokens((q, k, v, *self._gates(x)), step)
+        if isinstance(state, Verifying):
+            run = ROLLBACKS[step.implementations.rollback].of_rows
+            record, o = run(before.memory, *tokens, steepest=self._steepest)
+            state = state.put(step.group, Pending(record, **inputs))
+        else:
+            recurrent_state, o = self._mix_tokens(before.memory, *tokens, step=step)
+            after = dataclasses.replace(before, memory=recurrent_state, **conv_states)
+            state = state.put(step.group, after)
+        return linear(self._gated(o, x), self.w_o[...]), state
 
-    def _project(
-        self, x: Float[Array, "B T D"], before: KDAState, lengths: Int[Array, " B"]
+    def _conv_inputs(self, x: Float[Array, "B T D"]) -> dict[str, Array]:
+        """The inputs of the three convolutions, by the names of the conv states that keep them."""
+        weights = dict(window_q=self.w_q, window_k=self.w_k, window_v=self.w_v)
+        return {name: linear(x, w[...]) for name, w in weights.items()}
+
+    def _convolved(
+        self, inputs: dict[str, Array], before: KDAState, lengths: Int[Array, " B"]
     ) -> tuple[
         Float[Array, "B T H K"],
         Float[Array, "B T H K"],
@@ -139,12 +149,15 @@ class KDA(nnx.Module):
         """Queries, keys and values after their convolutions, in at least float32, and the next
         conv states by their names.
         """
-        q, window_q = convolve(linear(x, self.w_q[...]), before.window_q, self.conv_q[...], lengths)
-        k, window_k = convolve(linear(x, self.w_k[...]), before.window_k, self.conv_k[...], lengths)
-        v, window_v = convolve(linear(x, self.w_v[...]), before.window_v, self.conv_v[...], lengths)
+        taps = dict(window_q=self.conv_q, window_k=self.conv_k, window_v=self.conv_v)
+        pairs = {
+            name: convolve(x, getattr(before, name), taps[name][...], lengths)
+            for name, x in inputs.items()
+        }
+        q, k, v = (y for y, _ in pairs.values())
         K, V = self.config.kda_key_dim, self.config.kda_value_dim
         q, k, v = split_heads(q, K), split_heads(k, K), split_heads(v, V)
-        conv_states = dict(window_q=window_q, window_k=window_k, window_v=window_v)
+        conv_states = {name: conv_state for name, (_, conv_state) in pairs.items()}
         return l2_norm(q) * K**-0.5, l2_norm(k), widen(v), conv_states
 
     def _gates(
@@ -163,6 +176,17 @@ class KDA(nnx.Module):
         decay = log_decay(split_heads(raw, K), self.a_log[...], dt_bias, bound)
         return decay, jax.nn.sigmoid(linear_wide(x_beta, self.w_beta[...]))
 
+    def _valid_tokens(self, tokens: tuple[Array, ...], step: Step) -> tuple[Array, ...]:
+        """q, k, v, log decay and beta: a padded token neither decays nor writes."""
+        valid = step.valid[..., None]
+        return tuple(jnp.where(valid[..., None] if x.ndim == 4 else valid, x, 0) for x in tokens)
+
+    @property
+    def _steepest(self) -> float:
+        """No log decay of a token is below it."""
+        bound = self.config.decay_lower_bound
+        return -math.inf if bound is None else bound
+
     def _mix_tokens(
         self,
         state: Float[Array, "B H K V"],
@@ -173,17 +197,13 @@ class KDA(nnx.Module):
         beta: Float[Array, "B T H"],
         step: Step,
     ) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
-        """The delta rule over the valid tokens; a padded token neither decays nor writes."""
-        q, k, v, decay = (jnp.where(step.valid[..., None, None], x, 0) for x in (q, k, v, decay))
-        beta = jnp.where(step.valid[..., None], beta, 0)
+        """The delta rule over the tokens."""
         if q.shape[1] == 1:
             token = (x[:, 0] for x in (q, k, v, decay, beta))
             state, o = recurrent_step(state, *token)
             return state, o[:, None]
-        bound = self.config.decay_lower_bound
-        steepest = -math.inf if bound is None else bound
         run = IMPLEMENTATIONS[step.implementations.kda]
-        return run(state, q, k, v, decay, beta, step.kda_chunk, steepest)
+        return run(state, q, k, v, decay, beta, step.kda_chunk, self._steepest)
 
     def _gated(
         self, o: Float[Array, "B T H V"], x: Float[Array, "B T D"]

@@ -71,7 +71,8 @@ class StaticAttention(nnx.Module):
                 return self._static_dense(q, state, step, slots)
             return self._static_sparse(q, x, query_latent, state, step, slots)
 
-        most = 4 if q.shape[1] == 1 else 8  # a decode step is compiled layer by layer
+        # A decode step is compiled layer by layer.
+        most = 4 if q.shape[1] <= static.FEW_QUERIES else 8
         narrowest = step.blocks.narrowest_slots // 2
         widths = selection_widths(S, U // 2 if is_selective else 1, narrowest, most)
         if not is_selective:  # fewer rows than all are copied
@@ -148,9 +149,9 @@ class StaticAttention(nnx.Module):
             size = max(1, step.blocks.select_bytes // (elements * q.dtype.itemsize))
             return static.in_blocks(attend, (q, chosen[..., :width]), size)
 
-        # Of keys dealt to ranks, most queries keep few on each. One row is not worth a branch.
+        # Of keys dealt to ranks, most queries keep few on each. Few rows are not worth a branch.
         U = chosen.shape[2]
-        if stripes.ranks == 1 or T == 1:
+        if stripes.ranks == 1 or T <= static.FEW_QUERIES:
             return gather(U)
         widths = [width for width in (U, U // 2, U // 4) if width]
         which = static.narrowest(jnp.sum(chosen >= 0, -1), widths)

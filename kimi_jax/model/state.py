@@ -6,6 +6,7 @@ updated in place: a step carries the full stack, a layer reads and writes at its
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -30,10 +31,22 @@ def _at(array: Array, group: int | Array) -> Array:
     )
 
 
-def _put(array: Array, group: int | Array, value: Array) -> Array:
+def put_group(array: Array, group: int | Array, value: Array) -> Array:
+    """A stack of arrays with that of a group replaced."""
     if array.shape[0] == 1:
         return value[None].astype(array.dtype)
     return jax.lax.dynamic_update_index_in_dim(array, value.astype(array.dtype), group, 0)
+
+
+def next_conv_state(
+    conv_state: Float[Array, "B W1 C"], x: Float[Array, "B T C"], count: Int[Array, " B"]
+) -> Float[Array, "B W1 C"]:
+    """The conv state after the first `count` of the inputs x: the last W - 1 of all inputs so far,
+    in the type of x.
+    """
+    inputs = jnp.concatenate([conv_state.astype(x.dtype), x], axis=1)
+    last = count[:, None] + jnp.arange(conv_state.shape[1], dtype=jnp.int32)[None]
+    return jnp.take_along_axis(inputs, last[..., None], axis=1)
 
 
 @jax.tree_util.register_dataclass
@@ -54,7 +67,7 @@ class KDAState:
 
     def put(self, group: int | Array, layer: "KDAState") -> "KDAState":
         """The stack with the state of a layer replaced, in place where the buffer is donated."""
-        return jax.tree.map(lambda x, new: _put(x, group, new), self, layer)
+        return jax.tree.map(lambda x, new: put_group(x, group, new), self, layer)
 
     def restarted(self, start: Int[Array, " B"]) -> "KDAState":
         """Zeros for rows that begin here, whatever an earlier request left in their slot."""
@@ -125,7 +138,8 @@ class State:
     it and return the next; `kimi_jax.move` takes it to another placement or mesh.
     """
 
-    layers: list[list[KDAState | MLAState]]
+    # KDAState or MLAState; inside a step whose rows may be taken back, `rollback.Verifying`.
+    layers: list[list[Any]]
     length: Leaf  # [B], tokens seen by each row
     hidden: Leaf  # [B, D], normed output at each row's last token, for rows that bring no token
     max_length: int = dataclasses.field(metadata={"static": True})
@@ -230,6 +244,11 @@ _ROLE_OF_DIM = {
     "HV": Role.HEADS,
     "S": Role.CACHED_KEYS,
 }
-STATE_ROLES = {
-    name: tuple(_ROLE_OF_DIM.get(dim) for dim in dims) for name, dims in STATE_DIMS.items()
-}
+
+
+def roles_of(dims: Sequence[str]) -> tuple[Role | None, ...]:
+    """The roles of an array's dims."""
+    return tuple(_ROLE_OF_DIM.get(dim) for dim in dims)
+
+
+STATE_ROLES = {name: roles_of(dims) for name, dims in STATE_DIMS.items()}

@@ -31,6 +31,8 @@ class ImplementationNames:
     moe: str = "grouped"  # or "slots", for GPUs; or "dense", the definition
     # How rows are sent to experts: "padded" blocks, or "ragged" ones, which CPUs cannot send.
     transport: str = "padded"
+    # What verified rows leave of KDA's state; or "checkpoints", the definition, a state a row.
+    rollback: str = "replay"
     # "teach": attention's gradient reaches the indexer, whose choice has none.
     select: str = "plain"
     # Blocks of queries, keys and tokens; None: those of the mesh's platform.

@@ -79,7 +79,7 @@ class Runner:
         Positions at and after a row's length are undefined. Raises `RequestError` for a row longer
         than the model's context.
         """
-        ids, lengths = _checked(tokens, lengths, self.config.vocab)
+        ids, lengths = checked(tokens, lengths, self.config.vocab)
         self._refuse_over_context(lengths)
         B, T = ids.shape
         logits = self.program.jitted_logits(self.params, *self._placed(ids, lengths))
@@ -90,7 +90,7 @@ class Runner:
         """The weights of each residual mixture: [2 * layers + 1, bank rows + 1, T]. The running sum
         comes last, after the bank; 0 where a bank row is not used.
         """
-        ids, lengths = _checked([tokens], None, self.config.vocab)
+        ids, lengths = checked([tokens], None, self.config.vocab)
         self._refuse_over_context(lengths)
         T = ids.shape[1]
         rows = self.program.jitted_mixtures(self.params, *self._placed(ids, lengths))
@@ -139,8 +139,8 @@ class Runner:
     def _checked_advance(
         self, state: State, tokens: Ids, lengths: Ids | None, kind: str
     ) -> tuple[Array, State]:
-        ids, lengths = _checked(tokens, lengths, self.config.vocab)
-        self._fits(state, lengths)
+        ids, lengths = checked(tokens, lengths, self.config.vocab)
+        self.check_fits(state, lengths)
         return self.advance(state, ids, lengths, kind)
 
     def advance(
@@ -166,7 +166,7 @@ class Runner:
         state), over prompts [B, T] and arrays like them, a chunk at a time in a state for `room`
         tokens (default T); with each result how many of its positions are not padding.
         """
-        ids, lengths = _checked(tokens, lengths, self.config.vocab)
+        ids, lengths = checked(tokens, lengths, self.config.vocab)
         self._refuse_over_context(lengths)
         B, T = ids.shape
         state = self.new_state(B, room or T)
@@ -206,7 +206,8 @@ class Runner:
                 f"{limit}"
             )
 
-    def _fits(self, state: State, lengths: np.ndarray) -> None:
+    def check_fits(self, state: State, lengths: np.ndarray) -> None:
+        """Refuse a state of another model, consumed, or without room for these new tokens."""
         self._is_own(state)
         seen = to_host(state.length)
         if state.batch != len(lengths):
@@ -227,7 +228,7 @@ class Runner:
             raise RequestError("\n".join(problems))
 
 
-def _checked(tokens: Ids, lengths: Ids | None, vocab: int) -> tuple[np.ndarray, np.ndarray]:
+def checked(tokens: Ids, lengths: Ids | None, vocab: int) -> tuple[np.ndarray, np.ndarray]:
     """Tokens [B, T] and lengths [B] as int32. Raises `RequestError` for invalid ones."""
     ids = _array("tokens", tokens, "[B, T]: pad rows to one length")
     if ids.ndim != 2 or 0 in ids.shape or ids.dtype.kind not in "iu":

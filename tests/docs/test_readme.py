@@ -27,13 +27,13 @@ def test_the_python_of_the_first_screen_runs(monkeypatch, capsys):
 def test_the_python_of_generation_and_reuse_runs(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     names = {"kj": kj, "model": kj.load("kimi_jax/shipped")}
-    for begin in ("replies = ", "session = ", "state = "):
+    for begin in ("replies = ", "session = ", "state = ", "anchors = "):
         block = re.search(rf"```python\n({begin}.*?)```", TEXT, re.S)
         exec(compile(block[1], "README.md", "exec"), names)
     assert len(names["replies"]) == 3 and not any(one.error for one in names["replies"])
     assert names["reply"].usage.cached_tokens > 20
     assert names["out"].usage.cached_tokens >= 512 and names["cache"].stats.hits == 1
-    assert names["state"].length.tolist() == [8, 7] and names["logits"].shape[0] == 2
+    assert names["state"].length.tolist() == [10, 8] and names["logits"].shape[0] == 2
 
 
 def test_the_python_of_chat_runs(monkeypatch, capsys):

@@ -40,6 +40,7 @@ from kimi_jax.model.attention.delta_rule import (
     transitions,
     unit_lower_inverse,
 )
+from kimi_jax.model.attention.rollback import ROLLBACKS
 from kimi_jax.model.kda import KDA, convolve, l2_norm, log_decay
 
 WIDE = ("float32", "float64")
@@ -440,7 +441,8 @@ def test_a_bfloat16_model_keeps_its_state_and_sums_in_float32():
     @quick_jit
     def project(module):
         carried = jax.tree.map(jnp.asarray, fresh).at(0)
-        q, k, v, _ = module._project(jnp.asarray(x), carried, step_.lengths)
+        conv_inputs = module._conv_inputs(jnp.asarray(x))
+        q, k, v, _ = module._convolved(conv_inputs, carried, step_.lengths)
         return q, k, v, *module._gates(jnp.asarray(x))
 
     q, k, v, decay, beta = project(module)
@@ -453,3 +455,33 @@ def test_a_bfloat16_model_keeps_its_state_and_sums_in_float32():
         assert state.window_q.dtype == jnp.bfloat16
         close(state.memory[0], memory, KDA_LAYER)
         assert (state.memory != state.memory.astype(jnp.bfloat16)).mean() > 0.9
+
+
+# Rows that may be taken back
+
+
+def after_rows(rollback, state, *tokens, steepest):
+    """Outputs, and the state after each row."""
+    record, o = ROLLBACKS[rollback].of_rows(state, *tokens, steepest=steepest)
+    counts = range(1, o.shape[1] + 1)
+    rows = [record.state_after(state, jnp.full(len(state), n, jnp.int32)) for n in counts]
+    return o, jnp.stack(rows)
+
+
+run_rows = quick_jit(after_rows, static_argnums=0, static_argnames="steepest")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("T, steepest", [(1, -5.0), (8, -5.0), (18, -5.0), (5, -math.inf)])
+def test_both_forms_equal_the_recurrence_after_every_row(T, steepest, dtype):
+    """Decays from none to some that leave nothing of the state, in one batch."""
+    state, *tokens = inputs(T, 0.0, max(steepest, -60.0), dtype)
+    o, states = run_rows("checkpoints", state, *tokens, steepest=steepest)
+    for n in range(1, T + 1):
+        wanted, outputs = oracles.delta_rule(*map(as_float64, (state, *(x[:, :n] for x in tokens))))
+        close(states[n - 1], wanted, KDA_CHUNKED)
+    close(o, outputs, KDA_CHUNKED)
+    replayed, replayed_states = run_rows("replay", state, *tokens, steepest=steepest)
+    close(replayed, outputs, KDA_CHUNKED)
+    for n in range(T):
+        close(replayed_states[n], as_float64(states[n]), KDA_CHUNKED)

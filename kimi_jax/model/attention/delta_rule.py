@@ -160,6 +160,28 @@ def chunked(
     return state, _of_tokens(o, q.shape[1])
 
 
+def chunk_of(
+    state: Float[Array, "B H K V"],
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    decay: Float[Array, "B T H K"],
+    beta: Float[Array, "B T H"],
+    steepest: float = -math.inf,
+) -> tuple[Float[Array, "B T H V"], Float[Array, "B T H K"], Float[Array, "B T H V"]]:
+    """Few tokens as one chunk of `chunked`, without the state after it: the errors that they write,
+    the running sum of their log decay, and their outputs.
+    """
+    T = q.shape[1]
+    terms = _terms_of_chunks(q, k, v, decay, beta, T, steepest)
+    terms = jax.tree.map(lambda x: x[0], terms)
+    errors, o = _errors_and_outputs(state, terms)
+    running_sum = jnp.tril(jnp.ones((T, T), decay.dtype))
+    cumulative = dot("ts,bshk->bthk", running_sum, decay)
+    errors, o = (jnp.swapaxes(x, 1, 2)[:, :T] for x in (errors, o))
+    return errors, cumulative, o
+
+
 def transitions(
     state: Float[Array, "B H K V"],
     q: Float[Array, "B T H K"],
@@ -314,11 +336,18 @@ def _chunk_step(
     state: Float[Array, "B H K V"], terms: ChunkTerms
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "B H C V"]]:
     """The state after a chunk, and the outputs of its tokens."""
-    errors = terms.free_errors - dot("bhck,bhkv->bhcv", terms.state_to_error, state)
-    from_state = dot("bhck,bhkv->bhcv", terms.state_to_output, state)
-    o = from_state + dot("bhij,bhjv->bhiv", terms.error_to_output, errors)
+    errors, o = _errors_and_outputs(state, terms)
     written = dot("bhck,bhcv->bhkv", terms.error_to_state, errors)
     return jnp.swapaxes(terms.state_decay, -1, -2) * state + written, o
+
+
+def _errors_and_outputs(
+    state: Float[Array, "B H K V"], terms: ChunkTerms
+) -> tuple[Float[Array, "B H C V"], Float[Array, "B H C V"]]:
+    """The errors that the tokens of a chunk write, and their outputs."""
+    errors = terms.free_errors - dot("bhck,bhkv->bhcv", terms.state_to_error, state)
+    from_state = dot("bhck,bhkv->bhcv", terms.state_to_output, state)
+    return errors, from_state + dot("bhij,bhjv->bhiv", terms.error_to_output, errors)
 
 
 IMPLEMENTATIONS = {"chunked": chunked, "transitions": transitions, "recurrent": recurrent}

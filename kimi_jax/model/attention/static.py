@@ -23,6 +23,9 @@ from ..state import from_cache
 from ..step import Step
 from .selection import best_slots
 
+# Queries of a request up to which a step is one of decoding: keys are its cost, not queries.
+FEW_QUERIES = 16
+
 
 def stored_rows(
     cache: Shaped[Array, "G B S R"], slots: int, dtype: jnp.dtype, group: int | Array
@@ -189,7 +192,7 @@ def choose(
     n, (B, T) = step.model_ranks, step.positions.shape
     if n == 1 or n > B * T:
         return _choose(q, w, keys, step.positions, keep, step, ())
-    split = 0 if T == 1 else 1  # requests, or tokens
+    split = 0 if T == 1 or (T <= FEW_QUERIES and n <= B) else 1  # requests, or tokens
 
     def local(x: Array) -> Array:
         rows = collectives.local_rows(jnp.moveaxis(x, split, 0))

@@ -1,0 +1,166 @@
+"""A few rows a request that may be taken back: verified in one step, then committed up to a row."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from ..errors import RequestError, shown
+from ..model.attention.rollback import Pending, Verifying, pending_tree, row_at
+from ..model.state import KDAState, State
+from ..model.step import Tapped
+from ..parallel.on_mesh import own_mesh
+from ..runtime.model_on_mesh import BY_ROW, STATE, WEIGHTS, StatesFunction
+from ..runtime.program import Program
+from ..runtime.runner import Ids, Runner, checked
+from .taps import side_by_side, tapped_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Verified:
+    """What the model makes of rows that are not committed. `state` is the state as it was before
+    them: to go on from it is to drop the rows. `commit` makes the state after some of them.
+    """
+
+    logits: Float[Array, "B T Z"]  # after each row, in at least float32; padding is undefined
+    taps: Float[Array, "B T MD"] | None  # hidden states of the tapped layers, side by side
+    state: State
+    lengths: Int[np.ndarray, " B"]  # rows of each request
+    pending: Any = dataclasses.field(repr=False)  # what the rows leave of each KDA layer
+    hidden: Float[Array, "B T D"] = dataclasses.field(repr=False)  # normed output rows
+
+
+def verify(
+    runner: Runner,
+    state: State,
+    tokens: Ids,
+    lengths: Ids | None = None,
+    *,
+    layers: Sequence[int] | None = None,
+    stream: str = "sum",
+) -> Verified:
+    """Run right-padded new tokens [B, T] after what the state has seen, in one step, without
+    committing them: logits after every row, and what `commit` needs.
+
+    Row b brings `lengths[b]` tokens, 0 to T (default T): the newest token of its text, and drafts.
+    `layers`: 0-based numbers, ascending, of layers before the last one after which the hidden
+    states of every row are returned too, of a `stream` as `hidden` names them. The state passed in
+    is consumed: `Verified.state` equals it. A step of few rows sums over ranks as decode steps do.
+    Raises `RequestError`.
+    """
+    tapped = None if layers is None else tapped_of(runner.config, layers, stream)
+    ids, counts = checked(tokens, lengths, runner.config.vocab)
+    runner.check_fits(state, counts)
+    return verify_rows(runner, state, ids, counts, tapped)
+
+
+def verify_rows(
+    runner: Runner, state: State, ids: np.ndarray, lengths: np.ndarray, tapped: Tapped | None
+) -> Verified:
+    """`verify` of checked ids [B, T]."""
+    B = len(ids)
+    pads = (0, runner.program.padded_rows(B) - B)
+    placed = [
+        runner.place_rows(np.pad(x, (pads, *[(0, 0)] * (x.ndim - 1)))) for x in (ids, lengths)
+    ]
+    step = _verify_step(runner.program, tapped)
+    logits, taps, state, pending, hidden = step(runner.params, state, *placed)
+    if len(logits) > B:
+        with own_mesh(runner.mesh):
+            logits, taps = logits[:B], None if taps is None else taps[:B]
+    return Verified(logits, taps, state, lengths, pending, hidden)
+
+
+def commit(runner: Runner, verified: Verified, accepted: Ids) -> State:
+    """The state after the first `accepted[b]` + 1 rows of each request: its newest token, and that
+    many drafts. -1 commits nothing of a request, which stays as it was, bit for bit.
+
+    The state of `verified` is consumed; the result equals the state after a prefill of these tokens
+    (in exact arithmetic). Raises `RequestError` for numbers outside -1 to the request's rows - 1.
+    """
+    state, lengths = verified.state, verified.lengths
+    runner.check_fits(state, lengths)
+    numbers = np.asarray(accepted)
+    if (
+        numbers.shape != lengths.shape
+        or numbers.dtype.kind not in "iu"
+        or (numbers < -1).any()
+        or (numbers >= lengths).any()
+    ):
+        raise RequestError(
+            f"accepted must be {len(lengths)} whole numbers, each from -1 (commit nothing) to the "
+            f"rows of its request less one, {shown((lengths - 1).tolist())}; got {shown(accepted)}"
+        )
+    counts = np.zeros(len(state.length), np.int32)
+    counts[: len(numbers)] = numbers + 1
+    step = _commit_step(runner.program)
+    return step(state, verified.pending, verified.hidden, runner.place_rows(counts))
+
+
+@functools.lru_cache(maxsize=32)
+def _verify_step(program: Program, tapped: Tapped | None) -> StatesFunction:
+    """(weights, state, tokens [B, T], lengths [B]) -> logits [B, T, Z], taps [B, T, M D] or None,
+    the state with new rows in its caches beyond its lengths, pending, output rows [B, T, D].
+    Compiled; the state is consumed.
+    """
+    rollback = program.implementations.rollback
+
+    def device_fn(weights: dict, state: State, tokens: Array, lengths: Array) -> tuple:
+        T = tokens.shape[1]
+        layers = [
+            [Verifying.of(x, T, rollback) if isinstance(x, KDAState) else x for x in stack]
+            for stack in state.layers
+        ]
+        begun = dataclasses.replace(state, layers=layers)
+        model, out, after, trace = program.run(weights, begun, tokens, lengths, "verify", tapped)
+        layers = [
+            [x.state if isinstance(x, Verifying) else x for x in stack] for stack in after.layers
+        ]
+        pending = [
+            [x.pending if isinstance(x, Verifying) else None for x in stack]
+            for stack in after.layers
+        ]
+        state = dataclasses.replace(state, layers=layers)
+        return model.head_logits(out), side_by_side(trace.taps), state, pending, out
+
+    inputs = (WEIGHTS, STATE, BY_ROW, BY_ROW)
+    outputs = (BY_ROW, BY_ROW, STATE, pending_specs(program), BY_ROW)
+    taps = f", the {tapped.stream} after layers {tapped.layers}" if tapped else ""
+    compiled = program.compiled(device_fn, inputs, outputs, f"a verify step{taps}", donate=1)
+    return StatesFunction(program, compiled, 1)
+
+
+def pending_specs(program: Program) -> list[list[Pending | None]]:
+    """The mesh axes of every array that rows leave, by stack and layer."""
+    kda = pending_tree(program.implementations.rollback, program.place.spec)
+    is_mla = program.config.is_mla
+    return [
+        [None if is_mla(span.layer(j, 0)) else kda for j in range(span.period)]
+        for span in program.stacks
+    ]
+
+
+@functools.lru_cache(maxsize=32)
+def _commit_step(program: Program) -> StatesFunction:
+    """(state, pending, output rows [B, T, D], count [B]) -> the state after the first `count` rows.
+    Compiled; the state is consumed.
+    """
+
+    def device_fn(state: State, pending: list, out: Array, count: Array) -> State:
+        layers = [
+            [
+                layer if left is None else left.commit(layer, state.length, count)
+                for layer, left in zip(*pair, strict=True)
+            ]
+            for pair in zip(state.layers, pending, strict=True)
+        ]
+        hidden = jnp.where((count > 0)[:, None], row_at(out, count - 1), state.hidden)
+        return dataclasses.replace(state, layers=layers, length=state.length + count, hidden=hidden)
+
+    inputs = (STATE, pending_specs(program), BY_ROW, BY_ROW)
+    compiled = program.compiled(device_fn, inputs, STATE, "a commit", donate=0)
+    return StatesFunction(program, compiled, 0)
