@@ -7,8 +7,9 @@ settled first, and what needs JAX is imported by the command that runs.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from ..errors import CommandError, InputError, meant, shortened, shown
@@ -55,10 +56,11 @@ def _run(argv: Sequence[str] | None) -> tuple[int, str]:
             parser.print_help()
             sys.stdout.flush()
             return 0, ""
-        devices.set_devices(options.devices)
-        devices.join_processes(options)
-        devices.check_devices(options.devices)
-        code = options.run(options)
+        with _naming_help(options.prog):
+            devices.set_devices(options.devices)
+            devices.join_processes(options)
+            devices.check_devices(options.devices)
+            code = options.run(options)
         sys.stdout.flush()  # a closed pipe shows here and not when Python ends
         return code, f"failed with exit code {code}" if code else ""
     except KeyboardInterrupt:
@@ -82,6 +84,17 @@ def _run(argv: Sequence[str] | None) -> tuple[int, str]:
         return 1, f"failed: {error}"
 
 
+@contextlib.contextmanager
+def _naming_help(prog: str) -> Iterator[None]:
+    """What is wrong with options is told with the help that explains them, as by the parser."""
+    try:
+        yield
+    except CommandError as error:
+        if "--" not in str(error):
+            raise
+        raise CommandError(f"{error} (see {prog} --help)") from error
+
+
 class Parser(argparse.ArgumentParser):
     """Reports bad options in the way every other refusal is reported, with the help that explains
     them and the name that was meant; options given twice too.
@@ -103,6 +116,7 @@ class Parser(argparse.ArgumentParser):
             hints = (self._hint(name) for name in given if name.startswith("-"))
             hint = next((hint for hint in hints if hint), "")
             self.error(f"unrecognized arguments: {shortened(' '.join(unknown), 200)}{hint}")
+        vars(options).setdefault("prog", self.prog)  # that of the command, whose parser ends first
         return options, unknown
 
     def _hint(self, name: str) -> str:

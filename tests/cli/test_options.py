@@ -202,3 +202,17 @@ def test_model_is_a_folder_and_ranks_are_a_mesh(refused, words):
 )
 def test_stop_strings_name_line_breaks(text, stop):
     assert cli.make_parser().parse_args(["generate", "a", "--stop", text]).stop == [stop]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("generate",),
+        ("plan", "k3", "--model", "k3"),
+        ("tokens", "a", "--count", "--pieces"),
+        ("bench", "--rows", "--reduce"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_what_is_found_once_options_are_parsed_names_the_help_too(refused, words):
+    refused(words, f"(see kimi-jax {words[0]} --help)")
