@@ -92,6 +92,10 @@ class ChatError(InputError):
     """A conversation or a tokenizer that chat cannot use: one line for every problem."""
 
 
+class ImageError(InputError):
+    """An image that cannot be used."""
+
+
 def printable(text: str) -> str:
     """Text that a terminal only shows: control, format and surrogate characters are escaped (line
     breaks stay), and of a line of more than 2,000 characters the middle is left out.
