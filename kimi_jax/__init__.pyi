@@ -4,10 +4,12 @@ from .analysis.score import Score as Score
 from .api import Model as Model
 from .api import load as load
 from .config.config import Config as Config
+from .config.preprocessor import Preprocessor as Preprocessor
 from .errors import ChatError as ChatError
 from .errors import CheckpointError as CheckpointError
 from .errors import ConfigError as ConfigError
 from .errors import FileError as FileError
+from .errors import ImageError as ImageError
 from .errors import PlacementError as PlacementError
 from .errors import PromptError as PromptError
 from .errors import RequestError as RequestError
@@ -40,5 +42,7 @@ from .speculation.verify import Verified as Verified
 from .text.reply_parser import ChatEvent as ChatEvent
 from .text.tokenizer import Tokenizer as Tokenizer
 from .text.tool_calls import ToolCall as ToolCall
+from .vision.patches import ImagePatches as ImagePatches
+from .vision.pixels import image_patches as image_patches
 
 __version__: str

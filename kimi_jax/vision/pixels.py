@@ -29,7 +29,8 @@ def image_patches(
     if not isinstance(preprocessor, Preprocessor):
         preprocessor = Preprocessor.from_hf(preprocessor)
     opened = open_image(image)
-    sizes = sizes_of(*opened.size, preprocessor)
+    width, height = opened.size
+    sizes = sizes_of(width, height, preprocessor)
     pixels = padded(_rgb(opened, sizes, preprocessor), sizes)
     grid = (1, *sizes.grid(preprocessor.patch))
     of_bytes = to_patches(pixels, preprocessor.patch)
@@ -38,7 +39,7 @@ def image_patches(
     return ImagePatches(
         patches=table[channel, of_bytes],
         grid=grid,
-        size=opened.size,
+        size=(width, height),
         rows=sizes.rows(preprocessor.patch),
         digest=_digest(of_bytes, grid, table),
     )
@@ -100,6 +101,6 @@ def _rgb(image: Any, sizes: Sizes, preprocessor: Preprocessor) -> UInt8[np.ndarr
 def _digest(patches: np.ndarray, grid: tuple[int, ...], table: np.ndarray) -> bytes:
     """What tells patches from others."""
     digest = hashlib.blake2b(repr((grid, patches.shape)).encode(), digest_size=16)
-    digest.update(table)
-    digest.update(patches)
+    digest.update(table.tobytes())
+    digest.update(patches.tobytes())
     return digest.digest()

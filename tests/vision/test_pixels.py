@@ -9,6 +9,7 @@ from conftest import GOLDEN
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from visions import IMAGES
 
 from kimi_jax.config.preprocessor import Board, Preprocessor
 from kimi_jax.vision import pixels
@@ -18,7 +19,6 @@ from kimi_jax.vision.sizes import sizes_of
 HALF = (0.5, 0.5, 0.5)
 RELEASED = Preprocessor(14, 65536, 512, HALF, HALF, Board(8, 255, 180), "after_resize")
 TABLE = json.loads((GOLDEN / "vision" / "resize.json").read_text())["rows"]
-IMAGES = [f"img{i}" for i in range(5)]
 
 
 @pytest.fixture(scope="module")
