@@ -27,8 +27,7 @@ def hidden(
     the next layer's attention reads, the learned mixture of block starts and running sum; after the
     last layer, what the output norm reads.
 
-    Prompts run in chunks, in one program of all layers, also where others walk them by group: that
-    compiles for minutes at released depth. Positions at and after a row's length are undefined.
+    Prompts run in chunks. Positions at and after a row's length are undefined.
     Raises one `RequestError` for layers that the model lacks, streams and ids.
     """
     numbers = [layers] if is_whole(layers, 0) else items_of(layers)

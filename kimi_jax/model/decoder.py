@@ -269,7 +269,7 @@ class Kimi(nnx.Module):
         state = dataclasses.replace(
             state, layers=layers, length=state.length + lengths, hidden=hidden
         )
-        tapped = taps and self._end_of_taps(taps, x, bank, step)
+        tapped = taps and self.end_of_taps(taps, x, bank, step)
         return out, state, Trace([*mixtures, weights], tapped)
 
     def names_of(self, path: tuple) -> tuple[str, ...]:
@@ -280,9 +280,7 @@ class Kimi(nnx.Module):
         layers = (span.layer(int(str(path[3])), g) for g in range(span.groups))
         return tuple(f"layers.{layer}.{tail}" for layer in layers)
 
-    def _end_of_taps(
-        self, taps: Taps, x: Array, bank: Array, step: Step
-    ) -> Float[Array, "M B T D"]:
+    def end_of_taps(self, taps: Taps, x: Array, bank: Array, step: Step) -> Float[Array, "M B T D"]:
         """The tapped streams of all rows, after the last layer."""
         mixture, _ = self.residual(x, bank, self.config.bank_rows)  # as in `end`: compiled once
         taps = taps.record(self.config.layers - 1, x, mixture)

@@ -7,6 +7,7 @@ kind of group compiles once. No call waits for the one before to end, and all th
 next (rows, their bank, the number of the group) stays on the devices.
 """
 
+import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -18,9 +19,11 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from ..config.config import Config
 from ..model.decoder import Kimi, Span, Stack, spans
+from ..model.residual import Taps
 from ..model.state import KDAState, MLAState, State
-from ..model.step import Step
+from ..model.step import Step, Tapped
 from ..parallel.mesh import DATA, MODEL
 from .model_on_mesh import BY_ROW, BY_SECOND, REPLICATED, ModelOnMesh, merged
 from .rows import Rows
@@ -51,12 +54,14 @@ class Group(NamedTuple):
 
 
 class StepParts:
-    """The programs of steps of one kind ("prefill" or "decode") of a model whose layers are held
-    one by one.
+    """The programs of steps of one kind (of `reductions.STEPS`) of a model whose layers are held
+    one by one, with taps where some are asked for.
     """
 
-    def __init__(self, model: ModelOnMesh, kind: str):
-        self.model, self.kind = model, kind
+    commits = True  # the new tokens; else lengths, `hidden` and recurrent states stay
+
+    def __init__(self, model: ModelOnMesh, kind: str, tapped: Tapped | None = None):
+        self.model, self.kind, self.tapped = model, kind, tapped
         self.ends = Kimi(model.config, model.dtype, (), quantization=model.quantization)
         ends = [path for path in model.weight_specs if path[0] != "stacks"]
         self.end_paths = {_weight_name(path): path for path in ends}
@@ -70,7 +75,7 @@ class StepParts:
     @functools.cached_property
     def begin(self) -> Callable:
         """(tokens, start, lengths, weights) -> the first three, on the devices, the number of the
-        first group, x, bank. Consumes `start`.
+        first group, x, bank. Consumes `start`. Here and below, taps travel beside the bank.
         """
 
         def device_fn(
@@ -79,7 +84,8 @@ class StepParts:
             step = self._step(tokens, start, lengths)
             model = self._merged_ends(weights)
             x, bank = model.begin(jnp.where(step.valid, tokens, 0), step)
-            return tokens, start, lengths, jnp.int32(0), x, bank
+            taps = Taps.of(self.tapped, x) if self.tapped else None
+            return tokens, start, lengths, jnp.int32(0), x, (bank, taps)
 
         inputs = (BY_ROW, BY_ROW, BY_ROW, self._end_specs)
         return self._compiled(device_fn, inputs, _BEGUN, donate=1)
@@ -124,43 +130,46 @@ class StepParts:
             weights: dict[str, Array],
             number: Array,
             x: Array,
-            bank: Array,
+            bank: tuple[Array, Taps | None],
             caches: list[MLAState],
             recurrent: list[KDAState],
         ) -> tuple:
             step = self._step(tokens, start, lengths)
             layers = merged(stack, {inner[name]: array for name, array in weights.items()})
-            states = self._joined(one, caches, recurrent)
+            states = joined(model.config, one, caches, self.entering(recurrent, tokens.shape[1]))
             at = number if span.groups > 1 else 0
-            x, bank, states, _, _ = layers(x, bank, states, step, at, starts_block)
+            rows, taps = bank
+            x, rows, states, taps, _ = layers(x, rows, states, step, at, starts_block, taps)
             following = number + 1 if span.groups > 1 else number
-            return following, x, bank, *self._parted(states)
+            caches, after = parted(states)
+            return following, x, (rows, taps), caches, self.leaving(after)
 
         weight_specs = {
             name: model.weight_specs[_path_in_model(span, path)] for name, path in inner.items()
         }
         state_specs = model.state_specs().layers[0][span.first : span.first + span.period]
-        carried = (REPLICATED, ROWS, BANK, *self._parted(state_specs))
-        inputs = (BY_ROW, BY_ROW, BY_ROW, weight_specs, *carried)
-        return self._compiled(device_fn, inputs, carried, donate=(4, 5, 6, 7)), inner
+        caches, recurrent = parted(state_specs)
+        carried = (REPLICATED, ROWS, BANK, caches)
+        inputs = (BY_ROW, BY_ROW, BY_ROW, weight_specs, *carried, recurrent)
+        outputs = (*carried, self.leaving_specs(recurrent))
+        return self._compiled(device_fn, inputs, outputs, donate=(4, 5, 6, 7)), inner
 
-    def _parted(self, states: list) -> tuple[list[MLAState], list[KDAState]]:
-        """The states of a group's layers as caches and recurrent states."""
-        return (
-            [state for state in states if isinstance(state, MLAState)],
-            [state for state in states if isinstance(state, KDAState)],
-        )
+    def entering(self, recurrent: list[KDAState], T: int) -> list:
+        """Recurrent states as the layers of a step take them."""
+        return recurrent
 
-    def _joined(self, span: Span, caches: list, recurrent: list) -> list:
-        """Inverse of `_parted` for a group of a span."""
-        of_kind = {True: iter(caches), False: iter(recurrent)}
-        layers = range(span.first, span.first + span.period)
-        return [next(of_kind[self.model.config.is_mla(layer)]) for layer in layers]
+    def leaving(self, recurrent: list) -> list:
+        """What is returned of the recurrent states after a group."""
+        return recurrent
+
+    def leaving_specs(self, recurrent: list) -> list:
+        """How that is sharded, by how recurrent states are."""
+        return recurrent
 
     @functools.cached_property
     def end(self) -> Callable:
         """(tokens, start, lengths, weights, x, bank, hidden) -> output rows [B, T, D], the tokens
-        seen [B], hidden. Consumes `start` and `hidden`.
+        seen [B], hidden, taps [M, B, T, D] or None. Consumes `start` and `hidden`.
         """
 
         def device_fn(
@@ -169,15 +178,18 @@ class StepParts:
             lengths: Array,
             weights: dict[str, Array],
             x: Array,
-            bank: Array,
+            bank: tuple[Array, Taps | None],
             hidden: Array,
         ) -> tuple:
             step, model = self._step(tokens, start, lengths), self._merged_ends(weights)
-            out, hidden, _ = model.end(x, bank, hidden, lengths, step)
-            return out, step.total, hidden
+            rows, taps = bank
+            count = lengths if self.commits else jnp.zeros_like(lengths)
+            out, hidden, _ = model.end(x, rows, hidden, count, step)
+            return out, start + count, hidden, taps and model.end_of_taps(taps, x, rows, step)
 
         inputs = (BY_ROW, BY_ROW, BY_ROW, self._end_specs, ROWS, BANK, BY_ROW)
-        return self._compiled(device_fn, inputs, (BY_ROW, BY_ROW, BY_ROW), donate=(1, 6))
+        outputs = (BY_ROW, BY_ROW, BY_ROW, BY_SECOND)
+        return self._compiled(device_fn, inputs, outputs, donate=(1, 6))
 
     @functools.cached_property
     def head(self) -> Callable:
@@ -200,7 +212,8 @@ class StepParts:
         return merged(self.ends, {self.end_paths[name]: array for name, array in weights.items()})
 
     def _step(self, tokens: Array, start: Array, lengths: Array) -> Step:
-        return self.model.step_info(start, lengths, tokens.shape[1], self.kind)
+        step = self.model.step_info(start, lengths, tokens.shape[1], self.kind)
+        return dataclasses.replace(step, tapped=self.tapped)
 
     def _row_specs(self, shape: tuple[int, ...]) -> dict[str, PartitionSpec]:
         """How residual rows and their bank are sharded, for tokens of a shape."""
@@ -235,18 +248,6 @@ class StepParts:
 
         return jax.jit(global_fn, donate_argnums=donate)
 
-    def _shaped(self, results: tuple, kinds: Specs, tokens_shape: tuple[int, ...]) -> tuple:
-        """The shapes of results that are sharded as `kinds` say, with their shardings."""
-        rows = self._row_specs(tokens_shape)
-
-        def with_sharding(kind: Any, part: Any) -> Any:
-            spec = rows[kind] if isinstance(kind, str) else kind
-            sharding = NamedSharding(self.model.mesh, spec)
-            shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)  # noqa: E731
-            return jax.tree.map(shape, part)
-
-        return tuple(map(with_sharding, kinds, results))
-
 
 class ByGroup(StepParts):
     """Whole steps: calls of the programs, none of which waits for the one before to end."""
@@ -262,23 +263,32 @@ class ByGroup(StepParts):
         """The normed output rows [B, T, D] of a step, and the state after it. The state is
         consumed.
         """
+        out, _, state = self.run(weights, state, tokens, lengths)
+        return out, state
+
+    def run(
+        self, weights: dict, state: State, tokens: Any, lengths: Any
+    ) -> tuple[Array, Array | None, State]:
+        """`advance`, with the taps [M, B, T, D]; what leaves a KDA layer is in the place of its
+        state.
+        """
         ends = self.end_weights(weights)
         *step, number, x, bank = self.begin(tokens, state.length, lengths, ends)
         self._keep_order(x)
         layers = []
         for group in self.groups:
-            caches, recurrent = self._parted(_of(state, group.span))
+            caches, recurrent = parted(_of(state, group.span))
             taken = {name: weights[path] for name, path in group.weights.items()}
             number, x, bank, caches, after = group.run(
                 *step, taken, number, x, bank, caches, recurrent
             )
-            for array in jax.tree.leaves(recurrent):
+            for array in jax.tree.leaves(recurrent) if self.commits else ():
                 array.delete()  # its memory is free as soon as the call has read it
             self._keep_order(x)
-            layers += self._joined(group.span, caches, after)
-        out, length, hidden = self.end(*step, ends, x, bank, state.hidden)
+            layers += joined(self.model.config, group.span, caches, after)
+        out, length, hidden, taps = self.end(*step, ends, x, bank, state.hidden)
         self._keep_order(out)
-        return out, State([layers], length, hidden, state.max_length)
+        return out, taps, State([layers], length, hidden, state.max_length)
 
     def after_end(self, function: Callable, count: int) -> Callable:
         """(weights, *arrays [B, ...]) -> `function` of the model, without its layers, and of
@@ -323,7 +333,7 @@ class ByGroup(StepParts):
         for group in self.groups:
             if count := calls.pop(group.run, 0):
                 taken = {name: weights[path] for name, path in group.weights.items()}
-                states = self._parted(_of(state, group.span))
+                states = parted(_of(state, group.span))
                 lowered = group.run.lower(*step, taken, number, x, bank, *states)
                 yield Part(_name(group.span), count, lowered)
         yield Part("end", 1, self.end.lower(*step, ends, x, bank, state.hidden))
@@ -333,6 +343,18 @@ class ByGroup(StepParts):
             nothing = jax.eval_shape(self.nothing_sampled, state.hidden, ends, rows)
             sampled = self._shaped(nothing, _SAMPLED, tokens.shape)
             yield Part("sample", 1, self.sample.lower(state.hidden, ends, rows, sampled))
+
+    def _shaped(self, results: tuple, kinds: Specs, tokens_shape: tuple[int, ...]) -> tuple:
+        """The shapes of results that are sharded as `kinds` say, with their shardings."""
+        rows = self._row_specs(tokens_shape)
+
+        def with_sharding(kind: Any, part: Any) -> Any:
+            spec = rows[kind] if isinstance(kind, str) else kind
+            sharding = NamedSharding(self.model.mesh, spec)
+            shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)  # noqa: E731
+            return jax.tree.map(shape, part)
+
+        return tuple(map(with_sharding, kinds, results))
 
     @functools.cached_property
     def sample(self) -> Callable:
@@ -367,6 +389,19 @@ class ByGroup(StepParts):
             return jnp.int32(0), room
 
         return self._compiled(device_fn, (BY_ROW, self._end_specs, BY_ROW), _SAMPLED)
+
+
+def parted(states: list) -> tuple[list[MLAState], list]:
+    """The states of a group's layers as caches and recurrent states."""
+    caches = [state for state in states if isinstance(state, MLAState)]
+    return caches, [state for state in states if not isinstance(state, MLAState)]
+
+
+def joined(config: Config, span: Span, caches: list, recurrent: list) -> list:
+    """Inverse of `parted` for a group of a span."""
+    of_kind = {True: iter(caches), False: iter(recurrent)}
+    layers = range(span.first, span.first + span.period)
+    return [next(of_kind[config.is_mla(layer)]) for layer in layers]
 
 
 def _of(state: State, span: Span) -> list[Any]:

@@ -89,9 +89,9 @@ class Program(ModelOnMesh):
         name = {"prefill": "prefill", "decode": "a decode step"}[kind]
         return self.compiled(device_fn, inputs, (BY_ROW, STATE), name, donate=1)
 
-    def by_group(self, kind: str) -> ByGroup:
+    def by_group(self, kind: str, tapped: Tapped | None = None) -> ByGroup:
         """The parts of steps of a kind, where layers are walked by group."""
-        return _parts_by_group(self, kind)
+        return _parts_by_group(self, kind, tapped)
 
     def merge(self, weights: dict[tuple, Array]) -> Kimi:
         """The module with these arrays, local or global, as its weights."""
@@ -278,8 +278,8 @@ def state_maker(program: Program, batch: int, max_length: int) -> CompiledFuncti
 
 
 @functools.lru_cache(maxsize=64)
-def _parts_by_group(program: Program, kind: str) -> ByGroup:
-    return ByGroup(program, kind)
+def _parts_by_group(program: Program, kind: str, tapped: Tapped | None) -> ByGroup:
+    return ByGroup(program, kind, tapped)
 
 
 # Equal arguments give the same program, compiled once.

@@ -11,7 +11,7 @@ from ..errors import RequestError, shown
 from ..model.state import State
 from ..model.step import Tapped
 from ..numerics import is_whole
-from ..runtime.model_on_mesh import BY_ROW, BY_SECOND, STATE, WEIGHTS, StatesFunction
+from ..runtime.model_on_mesh import BY_ROW, BY_SECOND, STATE, WEIGHTS, CallsInTurn, StatesFunction
 from ..runtime.program import Program
 
 STREAMS = ("sum", "mixture")
@@ -45,6 +45,10 @@ def tapped_step(program: Program, tapped: Tapped) -> StatesFunction:
     """(weights, state, tokens [B, T], lengths [B]) -> the residual stream after the tapped layers
     [M, B, T, D], state. Compiled; the state is consumed.
     """
+    if program.walk == "by_group":
+        parts = program.by_group("prefill", tapped)
+        calls = CallsInTurn(lambda *arguments: parts.run(*arguments)[1:], program.mesh)
+        return StatesFunction(program, calls, 1)
 
     def device_fn(
         weights: dict, state: State, tokens: Array, lengths: Array

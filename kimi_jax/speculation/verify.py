@@ -2,19 +2,29 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from ..errors import RequestError, shown
 from ..model.attention.rollback import Pending, Verifying, pending_tree, row_at
-from ..model.state import KDAState, State
+from ..model.state import KDAState, MLAState, State
 from ..model.step import Tapped
 from ..parallel.on_mesh import own_mesh
-from ..runtime.model_on_mesh import BY_ROW, STATE, WEIGHTS, StatesFunction
+from ..runtime.by_group import ByGroup
+from ..runtime.model_on_mesh import (
+    BY_ROW,
+    BY_SECOND,
+    STATE,
+    WEIGHTS,
+    CallsInTurn,
+    StatesFunction,
+)
 from ..runtime.program import Program
 from ..runtime.runner import Ids, Runner, checked
 from .taps import side_by_side, tapped_of
@@ -30,8 +40,9 @@ class Verified:
     taps: Float[Array, "B T MD"] | None  # hidden states of the tapped layers, side by side
     state: State
     lengths: Int[np.ndarray, " B"]  # rows of each request
-    pending: Any = dataclasses.field(repr=False)  # what the rows leave of each KDA layer
-    hidden: Float[Array, "B T D"] = dataclasses.field(repr=False)  # normed output rows
+    # Of the batch padded to the data ranks: what rows leave of each KDA layer, normed output rows.
+    pending: Any = dataclasses.field(repr=False)
+    hidden: Float[Array, "rows T D"] = dataclasses.field(repr=False)
 
 
 def verify(
@@ -107,24 +118,15 @@ def _verify_step(program: Program, tapped: Tapped | None) -> StatesFunction:
     the state with new rows in its caches beyond its lengths, pending, output rows [B, T, D].
     Compiled; the state is consumed.
     """
+    if program.walk == "by_group":
+        return StatesFunction(program, CallsInTurn(VerifyParts(program, tapped), program.mesh), 1)
     rollback = program.implementations.rollback
 
     def device_fn(weights: dict, state: State, tokens: Array, lengths: Array) -> tuple:
-        T = tokens.shape[1]
-        layers = [
-            [Verifying.of(x, T, rollback) if isinstance(x, KDAState) else x for x in stack]
-            for stack in state.layers
-        ]
-        begun = dataclasses.replace(state, layers=layers)
+        begun = with_layers(state, lambda x: entering(x, tokens.shape[1], rollback))
         model, out, after, trace = program.run(weights, begun, tokens, lengths, "verify", tapped)
-        layers = [
-            [x.state if isinstance(x, Verifying) else x for x in stack] for stack in after.layers
-        ]
-        pending = [
-            [x.pending if isinstance(x, Verifying) else None for x in stack]
-            for stack in after.layers
-        ]
-        state = dataclasses.replace(state, layers=layers)
+        state = dataclasses.replace(state, layers=with_layers(after, untouched).layers)
+        pending = with_layers(after, left_of).layers
         return model.head_logits(out), side_by_side(trace.taps), state, pending, out
 
     inputs = (WEIGHTS, STATE, BY_ROW, BY_ROW)
@@ -132,6 +134,64 @@ def _verify_step(program: Program, tapped: Tapped | None) -> StatesFunction:
     taps = f", the {tapped.stream} after layers {tapped.layers}" if tapped else ""
     compiled = program.compiled(device_fn, inputs, outputs, f"a verify step{taps}", donate=1)
     return StatesFunction(program, compiled, 1)
+
+
+class VerifyParts(ByGroup):
+    """A verify step as calls of a program of each kind of group of layers."""
+
+    commits = False
+
+    def __init__(self, program: Program, tapped: Tapped | None):
+        super().__init__(program, "verify", tapped)
+
+    def __call__(self, weights: dict, state: State, tokens: Any, lengths: Any) -> tuple:
+        """As `_verify_step`."""
+        out, taps, after = self.run(weights, state, tokens, lengths)
+        logits = self.head(out, self.end_weights(weights))
+        pairs = zip(state.layers[0], after.layers[0], strict=True)
+        layers = [new if isinstance(new, MLAState) else old for old, new in pairs]
+        pending = with_layers(after, left_of).layers
+        taps = None if taps is None else self.joined_taps(taps)
+        return logits, taps, dataclasses.replace(after, layers=[layers]), pending, out
+
+    @functools.cached_property
+    def joined_taps(self) -> Callable:
+        """Taps [M, B, T, D] -> [B, T, M D]."""
+        return jax.jit(self.model.shard(side_by_side, (BY_SECOND,), BY_ROW))
+
+    def entering(self, recurrent: list[KDAState], T: int) -> list:
+        """With room for what rows leave."""
+        return [entering(x, T, self.model.implementations.rollback) for x in recurrent]
+
+    def leaving(self, recurrent: list) -> list:
+        """What rows leave."""
+        return [left_of(x) for x in recurrent]
+
+    def leaving_specs(self, recurrent: list) -> list:
+        """How that is sharded."""
+        leaf = self.model.place.spec
+        return [pending_tree(self.model.implementations.rollback, leaf) for _ in recurrent]
+
+
+def with_layers(state: State, function: Callable) -> State:
+    """A state with `function` applied to every layer's."""
+    return dataclasses.replace(state, layers=[list(map(function, x)) for x in state.layers])
+
+
+def entering(layer: Any, T: int, rollback: str) -> Any:
+    """A layer's state as a verify step of T rows takes it."""
+    return Verifying.of(layer, T, rollback) if isinstance(layer, KDAState) else layer
+
+
+def untouched(layer: Any) -> Any:
+    """A layer's state after a verify step, its rows not committed."""
+    return layer.state if isinstance(layer, Verifying) else layer
+
+
+def left_of(layer: Any) -> Pending | None:
+    """What the rows of a verify step leave of a layer."""
+    pending = layer.pending if isinstance(layer, Verifying) else layer
+    return pending if isinstance(pending, Pending) else None
 
 
 def pending_specs(program: Program) -> list[list[Pending | None]]:
@@ -151,16 +211,16 @@ def _commit_step(program: Program) -> StatesFunction:
     """
 
     def device_fn(state: State, pending: list, out: Array, count: Array) -> State:
-        layers = [
-            [
-                layer if left is None else left.commit(layer, state.length, count)
-                for layer, left in zip(*pair, strict=True)
-            ]
-            for pair in zip(state.layers, pending, strict=True)
-        ]
+        left = chain.from_iterable(pending)
+        after = with_layers(state, lambda x: committed(x, next(left), state.length, count))
         hidden = jnp.where((count > 0)[:, None], row_at(out, count - 1), state.hidden)
-        return dataclasses.replace(state, layers=layers, length=state.length + count, hidden=hidden)
+        return dataclasses.replace(after, length=state.length + count, hidden=hidden)
 
     inputs = (STATE, pending_specs(program), BY_ROW, BY_ROW)
     compiled = program.compiled(device_fn, inputs, STATE, "a commit", donate=0)
     return StatesFunction(program, compiled, 0)
+
+
+def committed(layer: Any, left: Pending | None, start: Array, count: Array) -> Any:
+    """A layer's state after the first `count` of its rows."""
+    return layer if left is None else left.commit(layer, start, count)

@@ -2,19 +2,22 @@
 numbers of another implementation.
 """
 
+import dataclasses
 import functools
 
 import jax
 import numpy as np
 import pytest
 from conftest import GOLDEN
-from models import SHALLOW, prompts, write
+from models import MESHED, SHALLOW, prompts, write
+from oracles import blocks_of
 from safetensors.numpy import load_file
 from tolerances import EXACT, LOGITS, STATE
 
 import kimi_jax as kj
 from kimi_jax.model.implementations import Implementations
 
+P = kj.Placement
 STARTS = np.array([6, 1, 11, 0, 9, 6, 3, 5])  # tokens that each request has seen
 ROWS = np.array([4, 4, 4, 4, 3, 4, 2, 0])  # rows that each verifies
 ACCEPTED = np.array([0, 1, 2, 3, 1, -1, 1, -1])
@@ -168,3 +171,86 @@ def test_taps_of_a_prompt_equal_the_golden_ones(tiny):
     found = tiny.hidden([wanted["ids"].tolist()], [2, 3, 7], stream="mixture")
     taps = np.moveaxis(np.asarray(found)[:, 0], 0, 1).reshape(len(wanted["ids"]), -1)
     np.testing.assert_allclose(taps, wanted["taps_f64"], atol=EXACT, rtol=0)
+
+
+# Every kind of placement, and every walk over the layers
+
+BOTH, ALL = ("data", "model"), ("heads", "experts", "vocab", "dense", "shared")
+# Two groups of KDA and MLA, both with experts; each group starts a residual block.
+GROUPS = dataclasses.replace(MESHED, layers=4, mla_layers=(1, 3), dense_layers=0)
+ON_GPUS = Implementations(
+    kda="transitions",
+    mla="static",
+    moe="slots",
+    blocks=blocks_of("gpu", dense_bytes=2**10, select_bytes=2**12, narrowest_slots=8),
+)
+PLACES = [
+    ("by_group", (1, 4), P(), None, "mixture"),
+    (
+        "scanned",
+        (2, 4),
+        P(keys="helix", helix_block=2, exchange="values", expert_axes=BOTH),
+        None,
+        "sum",
+    ),
+    ("scanned", (1, 4), P(keys="helix", helix_block=2, rows="sliced"), ON_GPUS, "mixture"),
+    ("by_group", (2, 2), P(rows="sliced", experts="local", latent="sharded"), ON_GPUS, "sum"),
+    (
+        "by_group",
+        (1, 3),
+        P(pad=ALL, keys="helix", helix_block=4),
+        Implementations(kda="recurrent", moe="dense", rollback="checkpoints"),
+        "sum",
+    ),
+]
+
+
+def rounds(model, stream):
+    """Three rounds of three requests, whose rows straddle the blocks of striped keys: logits, taps
+    and the state on one device.
+    """
+    ids, _ = prompts(GROUPS, (4, 4, 4))
+    state, results = model.new_state(3, 16), []
+    for lengths, accepted in (
+        ((4, 3, 1), (3, 2, 0)),
+        ((4, 4, 4), (1, -1, 3)),
+        ((3, 4, 0), (2, 3, -1)),
+    ):
+        verified = model.verify(state, ids, lengths, layers=[0, 2], stream=stream)
+        is_row = np.arange(4) < np.array(lengths)[:, None]
+        results += [np.asarray(x)[is_row] for x in (verified.logits, verified.taps)]
+        state = model.commit(verified, accepted)
+    return results, kj.move(state, P(), kj.make_mesh(1, 1), scan=False)
+
+
+@pytest.fixture(scope="module")
+def one_device(tmp_path_factory):
+    folder = write(GROUPS, tmp_path_factory.mktemp("models") / "groups")
+    model = kj.load(folder, dtype="float64", walk="scanned")
+    return folder, functools.cache(functools.partial(rounds, model))
+
+
+@pytest.mark.parametrize(
+    "walk, mesh, place, implementations, stream",
+    PLACES,
+    ids=lambda x: str(x).partition("(keys")[0][:9],
+)
+def test_every_placement_and_walk_equals_one_device(
+    one_device, walk, mesh, place, implementations, stream
+):
+    folder, get = one_device
+    options = dict(dtype="float64", walk=walk, implementations=implementations)
+    model = kj.load(folder, kj.make_mesh(*mesh), place, **options)
+    (found, state), (wanted, wanted_state) = rounds(model, stream), get(stream)
+    for array, right in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(array, right, atol=EXACT, rtol=0)
+    close(state, wanted_state)
+
+
+def test_hidden_states_of_prompts_by_group_equal_scanned_ones(one_device):
+    ids, lengths = prompts(GROUPS, (5, 3))
+    walks = [kj.load(one_device[0], dtype="float64", walk=walk) for walk in ("scanned", "by_group")]
+    found = [
+        np.asarray(m.hidden(ids, [0, 3], lengths, stream="mixture"))[..., :3, :] for m in walks
+    ]
+    np.testing.assert_allclose(*found, atol=EXACT, rtol=0)
