@@ -14,10 +14,11 @@ from .analysis.hidden import hidden
 from .analysis.score import BATCH, Score, score
 from .analysis.weights import Weights
 from .checkpoint.hub import folder_of
-from .checkpoint.reader import Checkpoint
+from .checkpoint.reader import Checkpoint, reads_tower
 from .compilation.cache import open_cache
 from .config.block_sizes import block_sizes
 from .config.config import Config
+from .config.vision import NORM_EPS, VisionConfig
 from .errors import shown
 from .files import SHIPPED
 from .generation.chat import ChatKeywords, ChatStream, Messages, Reply
@@ -33,14 +34,16 @@ from .generation.generate import (
 from .generation.options import method_of
 from .generation.prompts import Prompt, Prompts, TextRunner
 from .generation.sessions import Session
+from .model.declared import read_weights
 from .model.implementations import Implementations
 from .model.mxfp4 import PLAIN
 from .model.state import State
 from .numerics import is_whole
 from .parallel.mesh import as_mesh, sizes_text
 from .parallel.placement import Placement, as_placement
+from .runtime.images.encoder import load_encoder
 from .runtime.program import make_program
-from .runtime.runner import Ids, load_weights
+from .runtime.runner import Ids
 from .speculation.verify import Verified, commit, verify
 from .text.tokenizer import CONFIG_FILE, RANKS_FILE, Tokenizer
 
@@ -191,6 +194,8 @@ def load(
     walk: str | None = None,
     implementations: Implementations | None = None,
     unpack: bool = False,
+    vision: bool | None = None,
+    vision_norm_eps: float = NORM_EPS,
     progress: bool | None = None,
 ) -> Model:
     """A `Model` from a Hugging Face folder (config.json, safetensors shards and their index,
@@ -203,7 +208,9 @@ def load(
     of group, called in turn); default: by group on accelerators, where a scan copies weights; on
     CPUs scanned for deep models. `scan`: the first two as a boolean. `implementations`: others than
     the fast ones, such as `DEFINITIONS`, or `TRAINING` for gradients. `unpack`: hold MXFP4 experts
-    as plain weights, which can be trained, in place of packed.
+    as plain weights, which can be trained, in place of packed. `vision`: load the vision tower
+    (default: if the folder has a `vision_config` and a tower); False skips it, and what its part of
+    the folder holds. `vision_norm_eps`: the epsilon of the tower's norms, which no file says.
     `progress`: show a bar (default: for loads over a second, on a terminal). All problems in the
     headers are raised in one error before anything is allocated; so is a model that does not fit
     into its devices' memory, with the plan of what each would hold. Each process reads the slices
@@ -216,9 +223,11 @@ def load(
     mesh = as_mesh(mesh)
     chunk = chunk or block_sizes(mesh.devices.flat[0].platform).prefill_tokens
     placement = as_placement(placement).within(chunk)
-    path = folder_of(path, FILES)
+    path = folder_of(path, FILES, vision)
     config = Config.from_hf(path)
-    with Checkpoint(path, config) as checkpoint:
+    tower = VisionConfig.from_hf(path, config) if reads_tower(path, vision) else None
+    tower = tower and tower.with_eps(vision_norm_eps)
+    with Checkpoint(path, config, tower) as checkpoint:
         program = make_program(
             config,
             mesh,
@@ -232,5 +241,6 @@ def load(
         program.refuse_what_exceeds(batch=1, context=1)
         tokenizer = Tokenizer.from_folder(path, config.vocab) if Tokenizer.is_in(path) else None
         read = checkpoint.read_unpacked if unpack else checkpoint.read
-        params = load_weights(program, read, progress)
-    return Model(program, params, tokenizer, chunk=chunk)
+        params = read_weights(program.declared, placement, mesh, read, progress)
+        encoder = tower and load_encoder(tower, mesh, program.dtype, checkpoint.read, progress)
+    return Model(program, params, tokenizer, chunk=chunk, encoder=encoder)

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from ..errors import PromptError, shown
+from ..errors import PromptError, RequestError, shown
 from ..numerics import is_whole
+from ..runtime.images.encoder import ImageEncoder
 from ..runtime.runner import Runner
 from ..text.tokenizer import Tokenizer
+from ..vision.patches import ImagePatches
 
 if TYPE_CHECKING:
     Ids = Sequence[int] | np.ndarray | jax.Array
@@ -25,6 +27,15 @@ class TextRunner(Runner):
     """A runner with the tokenizer of its checkpoint; None: it takes and gives token ids alone."""
 
     tokenizer: Tokenizer | None = None
+    encoder: ImageEncoder | None = dataclasses.field(default=None, kw_only=True)  # of images
+
+    def encode_images(self, images: Sequence[ImagePatches]) -> list[np.ndarray]:
+        """The rows [n, D] of each image, which replace the embeddings of its placeholders. Raises
+        `RequestError` where the model has no vision tower.
+        """
+        if self.encoder is None:
+            raise RequestError("the model has no vision tower: it takes text only")
+        return self.encoder.encode(images)
 
     def is_id(self, token: Any) -> bool:
         """Whether a value is a token id of the vocabulary."""

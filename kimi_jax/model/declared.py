@@ -3,17 +3,19 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array
 
 from ..parallel.mesh import Sizes, mesh_sizes
 from ..parallel.placement import Placement
 from ..parallel.roles import Role
+from ..progress import Progress
 from .layers import Term
 
 Read = Callable[[str, tuple[slice, ...]], np.ndarray]
@@ -92,6 +94,27 @@ def build(
             done(part.nbytes)
         weights[w.path] = jax.make_array_from_single_device_arrays(shape, sharding, parts)
     return weights
+
+
+def read_weights(
+    declared: Named,
+    place: Placement,
+    mesh: Mesh,
+    read: Callable[..., Any],
+    progress: bool | None = None,
+) -> dict[tuple, Array]:
+    """The weights of a declared module by path: each process reads the slices of its local devices,
+    once.
+
+    `read` gives a slice of a weight, as `Checkpoint.read` does. `progress` as for `Progress`.
+    """
+    total = sum(
+        size * weight.dtype.itemsize
+        for weight in declare(declared)
+        for size in slice_sizes(weight, place, mesh)
+    )
+    with Progress("loading", total, "bytes", show=progress) as bar:
+        return build(declared, place, mesh, read, bar.advance)
 
 
 def slice_sizes(w: Declared, place: Placement, mesh: Mesh) -> list[int]:

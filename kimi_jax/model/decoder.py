@@ -36,7 +36,7 @@ from .mla import MLA
 from .moe import MoE
 from .mxfp4 import Quantization
 from .residual import Mix, Taps, push
-from .state import KDAState, MLAState, State, cache_dtype
+from .state import KDAState, Leaf, MLAState, State, cache_dtype
 from .step import Step
 
 
@@ -227,6 +227,13 @@ class Stack(nnx.Module):
         return x, bank, states, taps, mixtures
 
 
+class Embedded(NamedTuple):
+    """Rows that replace the embeddings of tokens, as those of an image do."""
+
+    is_given: Leaf  # [B, T] tokens whose embedding is replaced
+    rows: Leaf  # [B, T, D] used there alone
+
+
 class Trace(NamedTuple):
     """What a step records beside its result."""
 
@@ -255,10 +262,15 @@ class Kimi(nnx.Module):
             self.head = weight(dtype, term=Term.EMBEDDING, Z=Z, D=D)
 
     def __call__(
-        self, tokens: Int[Array, "B T"], state: State, lengths: Int[Array, " B"], step: Step
+        self,
+        tokens: Int[Array, "B T"],
+        state: State,
+        lengths: Int[Array, " B"],
+        step: Step,
+        embedded: Embedded | None = None,
     ) -> tuple[Float[Array, "B T D"], State, Trace]:
         """Tokens -> normed output rows [B, T, D], the state after them, and what was recorded."""
-        x, bank = self.begin(tokens, step)
+        x, bank = self.begin(tokens, step, embedded)
         layers, mixtures = [], []
         taps = Taps.of(step.tapped, x) if step.tapped else None
         for stack, states in zip(self.stacks, state.layers, strict=True):
@@ -286,12 +298,18 @@ class Kimi(nnx.Module):
         taps = taps.record(self.config.layers - 1, x, mixture)
         return jnp.stack([step.attention_rows(rows) for rows in taps.rows])
 
-    def begin(self, tokens: Int[Array, "B T"], step: Step) -> tuple[Array, Array]:
+    def begin(
+        self, tokens: Int[Array, "B T"], step: Step, embedded: Embedded | None = None
+    ) -> tuple[Array, Array]:
         """The residual rows x [P, D] that this rank holds before the first layer, and their empty
         bank [N, P, D].
         """
         with jax.named_scope("embedding"):
             x = step.reduce([collectives.embed(self.embed[...], tokens.reshape(-1))], how=SUM)
+            if embedded is not None:
+                is_given = step.held_rows(embedded.is_given.reshape(-1))
+                given = step.held_rows(embedded.rows.reshape(step.rows, -1)).astype(x.dtype)
+                x = jnp.where(is_given[:, None], given, x)
         return x, jnp.zeros((self.config.bank_rows, *x.shape), x.dtype)
 
     def end(

@@ -137,6 +137,10 @@ class Step:
         """The residual rows that a rank holds -> the slice that only this rank works on."""
         return x if self.is_sliced else collectives.local_rows(x)
 
+    def held_rows(self, x: Array) -> Array:
+        """All rows -> those of the residual stream that this rank holds; moves nothing."""
+        return collectives.local_rows(x) if self.is_sliced else x
+
     def attention_rows(self, x: Float[Array, "P D"]) -> Float[Array, "B T D"]:
         """The residual rows that a rank holds -> all rows of its requests."""
         return self.all_rows(x).reshape(*self.valid.shape, -1)

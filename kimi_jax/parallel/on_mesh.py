@@ -8,9 +8,10 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from .mesh import MODEL
+from .mesh import DATA, MODEL
 
 BY_MODEL_RANK = PartitionSpec(MODEL)
+BY_DEVICE = PartitionSpec((DATA, MODEL))  # arrays whose first dim is split over all devices
 
 
 def within(mesh: Mesh, function: Callable) -> Callable:

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from ..config.config import Config
-from ..model.decoder import Kimi, Span, Stack, spans
+from ..model.decoder import Embedded, Kimi, Span, Stack, spans
 from ..model.residual import Taps
 from ..model.state import KDAState, MLAState, State
 from ..model.step import Step, Tapped
@@ -74,20 +74,21 @@ class StepParts:
 
     @functools.cached_property
     def begin(self) -> Callable:
-        """(tokens, start, lengths, weights) -> the first three, on the devices, the number of the
-        first group, x, bank. Consumes `start`. Here and below, taps travel beside the bank.
+        """(tokens, start, lengths, weights, embedded or nothing) -> the first three, on the
+        devices, the number of the first group, x, bank. Consumes `start`. Here and below, taps
+        travel beside the bank.
         """
 
         def device_fn(
-            tokens: Array, start: Array, lengths: Array, weights: dict[str, Array]
+            tokens: Array, start: Array, lengths: Array, weights: dict, *embedded: Embedded
         ) -> tuple:
             step = self._step(tokens, start, lengths)
             model = self._merged_ends(weights)
-            x, bank = model.begin(jnp.where(step.valid, tokens, 0), step)
+            x, bank = model.begin(jnp.where(step.valid, tokens, 0), step, *embedded)
             taps = Taps.of(self.tapped, x) if self.tapped else None
             return tokens, start, lengths, jnp.int32(0), x, (bank, taps)
 
-        inputs = (BY_ROW, BY_ROW, BY_ROW, self._end_specs)
+        inputs = (BY_ROW, BY_ROW, BY_ROW, self._end_specs, BY_ROW)
         return self._compiled(device_fn, inputs, _BEGUN, donate=1)
 
     def _groups_of(self, span: Span) -> Iterator[Group]:
@@ -240,7 +241,7 @@ class StepParts:
             call = jax.shard_map(
                 device_fn,
                 mesh=self.model.mesh,
-                in_specs=specs(inputs),
+                in_specs=specs(inputs)[: len(arguments)],
                 out_specs=specs(outputs),
                 check_vma=False,
             )
@@ -252,28 +253,30 @@ class StepParts:
 class ByGroup(StepParts):
     """Whole steps: calls of the programs, none of which waits for the one before to end."""
 
-    def step(self, weights: dict, state: State, tokens: Any, lengths: Any) -> tuple[Array, State]:
+    def step(
+        self, weights: dict, state: State, tokens: Any, lengths: Any, *embedded: Embedded
+    ) -> tuple[Array, State]:
         """As `Program.step`."""
-        _, state = self.advance(weights, state, tokens, lengths)
+        _, state = self.advance(weights, state, tokens, lengths, *embedded)
         return self.head(state.hidden, self.end_weights(weights)), state
 
     def advance(
-        self, weights: dict, state: State, tokens: Any, lengths: Any
+        self, weights: dict, state: State, tokens: Any, lengths: Any, *embedded: Embedded
     ) -> tuple[Array, State]:
         """The normed output rows [B, T, D] of a step, and the state after it. The state is
         consumed.
         """
-        out, _, state = self.run(weights, state, tokens, lengths)
+        out, _, state = self.run(weights, state, tokens, lengths, *embedded)
         return out, state
 
     def run(
-        self, weights: dict, state: State, tokens: Any, lengths: Any
+        self, weights: dict, state: State, tokens: Any, lengths: Any, *embedded: Embedded
     ) -> tuple[Array, Array | None, State]:
         """`advance`, with the taps [M, B, T, D]; what leaves a KDA layer is in the place of its
         state.
         """
         ends = self.end_weights(weights)
-        *step, number, x, bank = self.begin(tokens, state.length, lengths, ends)
+        *step, number, x, bank = self.begin(tokens, state.length, lengths, ends, *embedded)
         self._keep_order(x)
         layers = []
         for group in self.groups:

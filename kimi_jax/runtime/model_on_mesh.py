@@ -199,8 +199,8 @@ class ModelOnMesh:
         """`device_fn`, written for one device, as a function of global arrays on the mesh.
 
         `inputs` and `outputs` (a spec, or a tuple of specs) say how each argument and result is
-        sharded. The slots of a state are part of its tree and so of its specs: these are made for
-        the first state among the arguments.
+        sharded; the last inputs may be left out of a call. The slots of a state are part of its
+        tree and so of its specs: these are made for the first state among the arguments.
         """
 
         def global_fn(*arguments: Any) -> Any:
@@ -210,7 +210,7 @@ class ModelOnMesh:
             return jax.shard_map(
                 device_fn,
                 mesh=self.mesh,
-                in_specs=tuple(map(specs, inputs)),
+                in_specs=tuple(map(specs, inputs[: len(arguments)])),
                 out_specs=out,
                 check_vma=False,
             )(*arguments)
@@ -268,7 +268,7 @@ def _abstract(program: ModelOnMesh, inputs: Sequence[Any], *arguments: Any) -> t
         program.weight_shapes
         if kind is WEIGHTS
         else jax.tree.map(of, program.specs(kind, lengths[0] if lengths else 0), argument)
-        for kind, argument in zip(inputs, arguments, strict=True)
+        for kind, argument in zip(inputs[: len(arguments)], arguments, strict=True)
     )
 
 

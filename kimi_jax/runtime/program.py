@@ -13,7 +13,7 @@ from jaxtyping import Array
 from ..compilation.function import CompiledFunction
 from ..config.block_sizes import block_sizes
 from ..config.config import Config
-from ..model.decoder import Kimi, Trace
+from ..model.decoder import Embedded, Kimi, Trace
 from ..model.implementations import Implementations, fast_on
 from ..model.mxfp4 import MXFP4, Quantization
 from ..model.state import STATE_DIMS, State
@@ -47,11 +47,12 @@ class Program(ModelOnMesh):
     """The steps of one decoder on one mesh, as pure functions of weights."""
 
     def advance(
-        self, weights: dict, state: State, tokens: Any, lengths: Any, kind: str = "prefill"
-    ) -> tuple[Array, State]:
+        self, weights: dict, state: State, tokens: Any, lengths: Any, kind: str = "prefill",
+        *embedded: Embedded,
+    ) -> tuple[Array, State]:  # fmt: skip
         """`step` for a state as users hold it; `kind` is "prefill" or "decode"."""
         step = self.step_for(kind, tokens.shape)
-        logits, following = step(weights, state.bare(), tokens, lengths)
+        logits, following = step(weights, state.bare(), tokens, lengths, *embedded)
         return logits, dataclasses.replace(following, batch=state.batch, home=self)
 
     def step_for(self, kind: str, shape: tuple[int, int]) -> CompiledFunction | CallsInTurn:
@@ -61,8 +62,8 @@ class Program(ModelOnMesh):
         return self.step_of("prefill" if len(reductions) == 1 else kind)
 
     def step_of(self, kind: str) -> CompiledFunction | CallsInTurn:
-        """(weights, state, tokens [B, T], lengths [B]) -> logits [B, Z] after each row's last
-        token, state. Compiled; the state is consumed.
+        """(weights, state, tokens [B, T], lengths [B], embedded or nothing) -> logits [B, Z] after
+        each row's last token, state. Compiled; the state is consumed.
         """
         return self.step if kind == "prefill" else self._decode_step
 
@@ -80,12 +81,12 @@ class Program(ModelOnMesh):
             return CallsInTurn(self.by_group(kind).step, self.mesh)
 
         def device_fn(
-            weights: dict, state: State, tokens: Array, lengths: Array
+            weights: dict, state: State, tokens: Array, lengths: Array, *embedded: Embedded
         ) -> tuple[Array, State]:
-            model, _, state, _ = self.run(weights, state, tokens, lengths, kind)
+            model, _, state, _ = self.run(weights, state, tokens, lengths, kind, None, *embedded)
             return model.head_logits(state.hidden), state
 
-        inputs = (WEIGHTS, STATE, BY_ROW, BY_ROW)
+        inputs = (WEIGHTS, STATE, BY_ROW, BY_ROW, BY_ROW)
         name = {"prefill": "prefill", "decode": "a decode step"}[kind]
         return self.compiled(device_fn, inputs, (BY_ROW, STATE), name, donate=1)
 
@@ -99,14 +100,14 @@ class Program(ModelOnMesh):
 
     def run(
         self, weights: dict, state: State, tokens: Array, lengths: Array, kind: str = "prefill",
-        tapped: Tapped | None = None,
+        tapped: Tapped | None = None, embedded: Embedded | None = None,
     ) -> tuple[Kimi, Array, State, Trace]:  # fmt: skip
         """The model with its weights, and what it makes of new tokens; called per device."""
         model = self.merge(weights)
         step = self.step_info(state.length, lengths, tokens.shape[1], kind)
         step = dataclasses.replace(step, tapped=tapped)
         tokens = jnp.where(step.valid, tokens, 0)
-        return model, *model(tokens, state, lengths, step)
+        return model, *model(tokens, state, lengths, step, embedded)
 
     @functools.cached_property
     def decode_steps(self) -> StatesFunction:
@@ -141,8 +142,7 @@ class Program(ModelOnMesh):
             state, _, sampled = jax.lax.fori_loop(0, n, step, (state, rows, sampled))
             return sampled, state
 
-        inputs = (WEIGHTS, STATE, BY_ROW, REPLICATED)
-        outputs = (BY_SECOND, STATE)
+        inputs, outputs = (WEIGHTS, STATE, BY_ROW, REPLICATED), (BY_SECOND, STATE)
         compiled = self.compiled(device_fn, inputs, outputs, "decode", donate=1)
         return StatesFunction(self, compiled, donate=1)
 
@@ -199,21 +199,21 @@ class Program(ModelOnMesh):
 
     # Full prompts, without a state that is kept.
 
-    def logits(self, weights: dict, tokens: Array, lengths: Array) -> Array:
+    def logits(self, weights: dict, tokens: Array, lengths: Array, *embedded: Embedded) -> Array:
         """Logits [B, T, Z] of full prompts; no state is kept. Not jitted, so that it can be
-        differentiated.
+        differentiated. `embedded`: rows that replace embeddings.
         """
 
-        def device_fn(weights: dict, tokens: Array, lengths: Array) -> Array:
-            model, out, _, _ = self.run(weights, self._local(tokens), tokens, lengths)
+        def device_fn(weights: dict, tokens: Array, lengths: Array, *embedded: Embedded) -> Array:
+            state = self._local(tokens)
+            model, out, *_ = self.run(weights, state, tokens, lengths, "prefill", None, *embedded)
             return model.head_logits(out)
 
-        return self.shard(device_fn, (WEIGHTS, BY_ROW, BY_ROW), BY_ROW)(weights, tokens, lengths)
+        inputs = (WEIGHTS, BY_ROW, BY_ROW, BY_ROW)
+        return self.shard(device_fn, inputs, BY_ROW)(weights, tokens, lengths, *embedded)
 
     def mixtures(self, weights: dict, tokens: Array, lengths: Array) -> list[Array]:
-        """The weights of every residual mixture, attention's and the MLP's layer by layer, then the
-        output's.
-        """
+        """The weights of all residual mixtures: two a layer, then the output's."""
 
         def device_fn(weights: dict, tokens: Array, lengths: Array) -> list[Array]:
             mixed = self.run(weights, self._local(tokens), tokens, lengths)[3].mixtures
@@ -231,12 +231,12 @@ class Program(ModelOnMesh):
         """`logits`, compiled; where layers are walked by group, it cannot be differentiated."""
         if self.walk == "by_group":
             return CallsInTurn(self._logits_by_group, self.mesh)
-        return self.compiled_ahead(self.logits, (WEIGHTS, BY_ROW, BY_ROW), "logits")
+        return self.compiled_ahead(self.logits, (WEIGHTS, BY_ROW, BY_ROW, BY_ROW), "logits")
 
-    def _logits_by_group(self, weights: dict, tokens: Any, lengths: Any) -> Array:
+    def _logits_by_group(self, weights: dict, tokens: Any, *more: Any) -> Array:
         parts = self.by_group("prefill")
         state = state_maker(self, *tokens.shape)()
-        out, _ = parts.advance(weights, state, tokens, lengths)
+        out, _ = parts.advance(weights, state, tokens, *more)
         return parts.head(out, parts.end_weights(weights))
 
     @functools.cached_property

@@ -14,14 +14,13 @@ from jaxtyping import Array
 
 from ..config.config import Config
 from ..errors import RequestError, shown
-from ..model.declared import build, declare, slice_sizes
 from ..model.state import State, home_of
 from ..numerics import is_whole
 from ..parallel.mesh import DATA
 from ..parallel.on_mesh import own_mesh
 from ..parallel.placement import Placement
 from ..parallel.processes import agree, to_device, to_host, to_mesh
-from ..progress import Progress
+from .images.rows import GivenRows, check_rows, embedded_piece
 from .memory import PREFILL_ROWS
 from .program import Program, state_maker
 
@@ -73,16 +72,20 @@ class Runner:
         """An array on the mesh, its first dim sharded over the data ranks."""
         return to_device(x, NamedSharding(self.mesh, PartitionSpec(DATA)))
 
-    def logits(self, tokens: Ids, lengths: Ids | None = None) -> Array:
+    def logits(self, tokens: Ids, lengths: Ids | None = None, *, rows: GivenRows = ()) -> Array:
         """Logits [B, T, vocab] in at least float32 of right-padded prompts [B, T]; keeps no state.
+        `rows` as in `prefill`.
 
         Positions at and after a row's length are undefined. Raises `RequestError` for a row longer
         than the model's context.
         """
         ids, lengths = checked(tokens, lengths, self.config.vocab)
-        self._refuse_over_context(lengths)
+        check_rows(rows, lengths, self.config.hidden)
+        _refuse_over(lengths, self.config.max_positions)
         B, T = ids.shape
-        logits = self.program.jitted_logits(self.params, *self._placed(ids, lengths))
+        placed = self._placed(ids, lengths)
+        embedded = embedded_piece(self.program, rows, 0, placed[0].shape)
+        logits = self.program.jitted_logits(self.params, *placed, *embedded)
         with own_mesh(self.mesh):
             return logits[:B, :T]
 
@@ -91,7 +94,7 @@ class Runner:
         comes last, after the bank; 0 where a bank row is not used.
         """
         ids, lengths = checked([tokens], None, self.config.vocab)
-        self._refuse_over_context(lengths)
+        _refuse_over(lengths, self.config.max_positions)
         T = ids.shape[1]
         rows = self.program.jitted_mixtures(self.params, *self._placed(ids, lengths))
         weights = np.zeros((len(rows), self.config.bank_rows + 1, T))
@@ -117,15 +120,18 @@ class Runner:
         empty = state_maker(self.program, self.program.padded_rows(int(batch)), int(max_length))()
         return dataclasses.replace(empty, batch=int(batch), home=self.program)
 
-    def prefill(self, state: State, tokens: Ids, lengths: Ids | None = None) -> tuple[Array, State]:
+    def prefill(
+        self, state: State, tokens: Ids, lengths: Ids | None = None, *, rows: GivenRows = ()
+    ) -> tuple[Array, State]:
         """Prefill right-padded new tokens [B, T] after what the state has seen: logits [B, vocab],
         next state.
 
         Row b brings `lengths[b]` tokens, 0 to T (default T); its logits are those after its last
         token so far. A prompt given in pieces equals the prompt given at once. The state passed in
-        is consumed. Long pieces run in chunks.
+        is consumed. Long pieces run in chunks. `rows`: for each row of the batch, those that
+        replace embeddings of these tokens, or None.
         """
-        return self._checked_advance(state, tokens, lengths, "prefill")
+        return self._checked_advance(state, tokens, lengths, "prefill", rows)
 
     def decode(self, state: State, tokens: Ids) -> tuple[Array, State]:
         """One more token per row, tokens [B]: logits [B, vocab] after it, next state. The state is
@@ -137,19 +143,28 @@ class Runner:
         return self._checked_advance(state, ids[:, None], None, "decode")
 
     def _checked_advance(
-        self, state: State, tokens: Ids, lengths: Ids | None, kind: str
+        self, state: State, tokens: Ids, lengths: Ids | None, kind: str, rows: GivenRows = ()
     ) -> tuple[Array, State]:
         ids, lengths = checked(tokens, lengths, self.config.vocab)
+        check_rows(rows, lengths, self.config.hidden)
         self.check_fits(state, lengths)
-        return self.advance(state, ids, lengths, kind)
+        return self.advance(state, ids, lengths, kind, rows)
 
     def advance(
-        self, state: State, ids: np.ndarray, lengths: np.ndarray, kind: str = "prefill"
+        self,
+        state: State,
+        ids: np.ndarray,
+        lengths: np.ndarray,
+        kind: str = "prefill",
+        rows: GivenRows = (),
     ) -> tuple[Array, State]:
-        """`prefill` or `decode` of checked ids [B, T], a chunk at a time."""
+        """`prefill` or `decode` of checked ids [B, T] and rows, a chunk at a time. A chunk in which
+        no row is given runs the program of tokens alone.
+        """
         logits = None
-        for _, placed in self._pieces(ids, lengths, max(1, int(lengths.max(initial=0)))):
-            logits, state = self.program.advance(self.params, state, *placed, kind)
+        for piece, placed in self._pieces(ids, lengths, max(1, int(lengths.max(initial=0)))):
+            embedded = embedded_piece(self.program, rows, piece.start, placed[0].shape)
+            logits, state = self.program.advance(self.params, state, *placed, kind, *embedded)
         assert logits is not None
         with own_mesh(self.mesh):
             return logits if len(logits) == len(ids) else logits[: len(ids)], state
@@ -167,7 +182,7 @@ class Runner:
         tokens (default T); with each result how many of its positions are not padding.
         """
         ids, lengths = checked(tokens, lengths, self.config.vocab)
-        self._refuse_over_context(lengths)
+        _refuse_over(lengths, self.config.max_positions)
         B, T = ids.shape
         state = self.new_state(B, room or T)
         for piece, placed in self._pieces(ids, lengths, T):
@@ -196,15 +211,6 @@ class Runner:
         pads = ((0, self.program.padded_rows(B) - B), (0, bucket(T, self.chunk) - T))
         rows = NamedSharding(self.mesh, PartitionSpec(DATA))
         return to_mesh(np.pad(ids, pads).astype(np.int32), rows)
-
-    def _refuse_over_context(self, lengths: np.ndarray) -> None:
-        limit = self.config.max_positions
-        over = np.flatnonzero(lengths > limit)
-        if over.size:
-            raise RequestError(
-                f"row {over[0]} has {lengths[over[0]]} tokens: more than the model's context of "
-                f"{limit}"
-            )
 
     def check_fits(self, state: State, lengths: np.ndarray) -> None:
         """Refuse a state of another model, consumed, or without room for these new tokens."""
@@ -258,6 +264,15 @@ def checked(tokens: Ids, lengths: Ids | None, vocab: int) -> tuple[np.ndarray, n
     return ids, lengths.astype(np.int32)
 
 
+def _refuse_over(lengths: np.ndarray, limit: int) -> None:
+    """Raise `RequestError` for a row longer than the model's context."""
+    over = np.flatnonzero(lengths > limit)
+    if over.size:
+        raise RequestError(
+            f"row {over[0]} has {lengths[over[0]]} tokens: more than the model's context of {limit}"
+        )
+
+
 def _array(name: str, value: Any, shape: str) -> np.ndarray:
     """`value` as an array. Raises `RequestError` with the expected shape where it is not one."""
     try:
@@ -282,19 +297,3 @@ def prepare_prefill(runner: Runner, state: State, lengths: Iterable[int]) -> Non
         counts = jax.ShapeDtypeStruct((rows,), np.int32)
         step = runner.program.step_for("prefill", ids.shape)
         step.prepare(runner.params, state.bare(), ids, counts)
-
-
-def load_weights(
-    program: Program, read: Callable[..., Any], progress: bool | None = None
-) -> dict[tuple, Array]:
-    """All weights by path: each process reads the slices of its local devices, once.
-
-    `read` gives a slice of a weight, as `Checkpoint.read` does. `progress` as for `Progress`.
-    """
-    total = sum(
-        size * weight.dtype.itemsize
-        for weight in declare(program.declared)
-        for size in slice_sizes(weight, program.place, program.mesh)
-    )
-    with Progress("loading", total, "bytes", show=progress) as bar:
-        return build(program.declared, program.place, program.mesh, read, bar.advance)
