@@ -238,7 +238,7 @@ def load(
             walk=walk,
             implementations=implementations,
         )
-        program.refuse_what_exceeds(batch=1, context=1)
+        program.refuse_what_exceeds(1, 1, tower)
         tokenizer = Tokenizer.from_folder(path, config.vocab) if Tokenizer.is_in(path) else None
         read = checkpoint.read_unpacked if unpack else checkpoint.read
         params = read_weights(program.declared, placement, mesh, read, progress)

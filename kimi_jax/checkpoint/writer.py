@@ -1,6 +1,7 @@
 """Writes checkpoint folders: weights under their released names, shards, index; random weights."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -14,6 +15,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from ..config.config import Config
+from ..config.vision import VisionConfig
 from ..model import mxfp4
 from ..model.mxfp4 import MXFP4, PLAIN, Quantization, expert_quantization
 from .headers import INDEX_FILE
@@ -25,19 +27,27 @@ from .names import (
     scale_name,
     weight_table,
 )
+from .vision_names import vision_table
 
 # The released tensors of weights.
 
 
-def to_hf(config: Config, weights: Mapping[str, Any], root: str = ROOT) -> Tensors:
-    """The released tensors of weights of the model, all of them or some: the inverse of reading.
+def to_hf(
+    config: Config,
+    weights: Mapping[str, Any],
+    root: str = ROOT,
+    vision: VisionConfig | None = None,
+) -> Tensors:
+    """The released tensors of weights of the model, all of them or some, with those of its vision
+    tower where there is one: the inverse of reading.
 
     Dtypes stay as they are, but for the weights a release keeps in float32. `w_k_b` and `w_v_b` of
     a layer share a tensor and must come together. Raises one ValueError for unknown names, wrong
     shapes and halves without the other.
     """
     quantization = expert_quantization(any(".mlp.experts.s_" in name for name in weights))
-    table = {weight.name: weight for weight in weight_table(config, quantization, root)}
+    listed = [*weight_table(config, quantization, root), *(vision_table(vision) if vision else [])]
+    table = {weight.name: weight for weight in listed}
     _check_weights(table, weights)
     tensors: Tensors = {}
     for name, array in weights.items():
@@ -152,7 +162,8 @@ def _matrix(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
 
 _DRAWS: tuple[tuple[str, _Draw], ...] = (  # the first pattern that matches the end of a name
     (r"norm", _around(1.0, 0.1)),
-    (r"embed", _around(0.0, 1.0)),
+    (r"(embed|table)", _around(0.0, 1.0)),
+    (r"w_patch", lambda rng, shape: _matrix(rng, (shape[0], math.prod(shape[1:]))).reshape(shape)),
     (r"a_log", lambda rng, shape: np.log(rng.uniform(1, 16, shape))),
     (r"dt_bias", _around(0.0, 0.5)),
     (r"(router_bias|k_bias)", _around(0.0, 0.1)),
@@ -166,15 +177,16 @@ def random_tensors(
     quantization: Quantization = MXFP4,
     scale: float = 1.0,
     root: str = ROOT,
+    vision: VisionConfig | None = None,
 ) -> Tensors:
-    """Random weights of a model under their released names.
+    """Random weights of a model under their released names, with a vision tower if one is given.
 
     A weight depends on the seed and its name alone, so packed and plain experts are the same
     numbers but for rounding. Matrices keep the size of their input, times `scale`; norms are
     near 1.
     """
     weights: Tensors = {}
-    for weight in weight_table(config, PLAIN):
+    for weight in (*weight_table(config, PLAIN), *(vision_table(vision) if vision else ())):
         if weight.name == "head" and config.tie_embeddings:
             continue
         array = _random(weight, seed, scale)
@@ -182,7 +194,7 @@ def random_tensors(
             weights[weight.name], weights[scale_name(weight.name)] = mxfp4.pack(array)
         else:
             weights[weight.name] = array.astype(np.dtype(weight.storage.dtype))
-    return to_hf(config, weights, root)
+    return to_hf(config, weights, root, vision)
 
 
 def _random(weight: Weight, seed: int, scale: float) -> np.ndarray:

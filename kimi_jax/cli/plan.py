@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 from typing import Any
 
 from ..errors import CommandError, bytes_text
@@ -49,6 +50,7 @@ def add(commands: Any) -> None:
     add("--dtype", choices=DTYPES, default="bfloat16", help=f"{HELP['dtype']} (bfloat16)")
     help_hbm = "device memories to try, in GB"
     add("--hbm", type=gigabytes, default=[], metavar="GB,GB", help=help_hbm)
+    add("--vision", action="store_true", help="count a vision tower that CONFIG only names, too")
     add_place(command)
     add("--json", action="store_true", help="print bytes by term as a line of JSON")
 
@@ -76,6 +78,7 @@ def _plan(options: argparse.Namespace, config: Any) -> int:
     planned = plan(
         config, mesh, make_placement(options),
         batch=options.batch, context=options.context, dtype=options.dtype,
+        vision=_vision(options, config),
     )  # fmt: skip
     if options.json:
         totals = {
@@ -93,6 +96,19 @@ def _plan(options: argparse.Namespace, config: Any) -> int:
     for size in options.hbm:
         print(f"\n{size:g} GB a device: {verdict(planned, size * 1e9)}")
     return 0
+
+
+def _vision(options: argparse.Namespace, config: Any) -> Any:
+    """The vision tower to count: that of a folder that has one, or where it is asked for."""
+    from ..checkpoint.reader import reads_tower
+    from ..config.released import K3_VISION, RELEASED
+    from ..config.vision import VisionConfig
+
+    name = options.config or options.model or "k3.1"
+    if name in RELEASED:
+        return VisionConfig.from_hf(K3_VISION, config) if options.vision else None
+    reads = options.vision or (os.path.isdir(name) and reads_tower(name))
+    return VisionConfig.from_hf(name, config) if reads else None
 
 
 # The best mesh and placement for given GPUs.

@@ -15,6 +15,7 @@ from ..errors import ConfigError, shown
 from . import hf
 from .config import Config
 from .keys import ID, POSITIVE, SIZE, Field, Fixed, Rule, is_positive, keys_of
+from .released import K3_VISION
 from .section import Section
 
 MERGE = 2  # patches of a frame along each side that become one row of the decoder
@@ -139,6 +140,11 @@ class VisionConfig:
         if problems:
             raise ConfigError(*problems)
         return cls(**values)
+
+    @classmethod
+    def k3(cls) -> VisionConfig:
+        """The tower of Kimi K3 as released: 447 M parameters with its projector."""
+        return cls.from_hf(K3_VISION, Config.k3())
 
     def to_hf(self) -> dict[str, Any]:
         """The keys of the top level that `from_hf` reads back as an equal config."""

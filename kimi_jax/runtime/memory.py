@@ -16,14 +16,17 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from ..config.block_sizes import block_sizes
 from ..config.config import Config
 from ..config.released import RELEASED
+from ..config.vision import VisionConfig
 from ..errors import PlacementError, bytes_text, shown
 from ..model.declared import Declared, declare
 from ..model.decoder import Kimi, kind_spans, new_state
 from ..model.layers import Term
 from ..model.mxfp4 import GROUP, Quantization, expert_quantization
 from ..model.state import STATE_DIMS, STATE_ROLES
+from ..model.vision.encoder import activation_bytes, weight_bytes
 from ..numerics import is_number, is_whole
 from ..parallel.helix import Stripes
 from ..parallel.mesh import DATA, MODEL, ONE_DEVICE, Sizes, mesh_sizes, shard_counts, sizes_text
@@ -37,6 +40,7 @@ PREFILL_ROWS = (16, 64, 256, 1024, 4096)  # of one request: the widths that pref
 MOST = 2**31 - 1  # requests and devices: what int32 counts
 DTYPES = ("float32", "bfloat16", "float64")
 _COUNTS = ("data", "model", "batch", "context")
+IMAGE_PLACES = 12_288  # of the program that encodes an image of 1920 x 1080
 _MOST_BYTES = 2**63  # of a device
 
 _STATE_TERMS = {
@@ -71,6 +75,7 @@ class Plan:
     context: int  # slots of each request, prompt and reply together
     dtype: str
     packed: bool  # experts in MXFP4
+    vision: VisionConfig | None = None  # the tower that every device holds too
 
     def __post_init__(self) -> None:
         problems = _argument_problems(**vars(self))
@@ -105,12 +110,13 @@ class Plan:
             term: self.rows * (fixed + slot * self.slots)
             for term, (fixed, slot) in self._request.items()
         }
-        return {**weights, **state, INPUTS: self.input_bytes}
+        tower = {Term.VISION.value: weight_bytes(self.vision, self.dtype)} if self.vision else {}
+        return {**weights, **tower, **state, INPUTS: self.input_bytes}
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights."""
-        return sum(self.terms[term] for term in WEIGHT_TERMS)
+        return sum(self.terms.get(term.value, 0) for term in Term)
 
     @property
     def state_bytes(self) -> int:
@@ -186,7 +192,7 @@ class Plan:
     @property
     def notes(self) -> list[str]:
         """A line for each thing that a step of the placement does and the table does not show."""
-        return [*_key_notes(self), *_row_notes(self), *_sum_notes(self)]
+        return [*_key_notes(self), *_row_notes(self), *_sum_notes(self), *_image_notes(self)]
 
     def __str__(self) -> str:
         return "\n".join([self.title, *_table_lines(table_rows(self)), *self.notes])
@@ -201,14 +207,15 @@ def plan(
     context: int | Any = None,
     dtype: DTypeLike | Any = "bfloat16",
     packed: bool | Any = None,
+    vision: VisionConfig | None = None,
 ) -> Plan:
     """What each device of a mesh, {"data": 1, "model": 8} or a real one, would hold, from shapes.
 
     `config`: a `Config`, a folder, or the name of a released model, "k3" or "k3.1".
     Needs no device and allocates nothing. `batch` requests of `context` tokens each (default 4096,
     or the model's limit where that is less); `packed`: experts in MXFP4 (default: as the config
-    says). Raises one `PlacementError` with every invalid argument, or what `Placement.check`
-    raises.
+    says); `vision`: a vision tower to count too. Raises one `PlacementError` with every invalid
+    argument, or what `Placement.check` raises.
     """
     if not isinstance(config, Config):
         released = RELEASED.get(config) if isinstance(config, str) else None
@@ -224,6 +231,7 @@ def plan(
         "context": min(CONTEXT, config.max_positions) if context is None else context,
         "dtype": _dtype_name(dtype),
         "packed": config.quantized if packed is None else packed,
+        "vision": vision,
     }
     problems += _argument_problems(**values)
     if problems:
@@ -271,7 +279,7 @@ def _dtype_name(dtype: Any) -> str:
 
 
 def _argument_problems(
-    *, config: Config, dtype: str, packed: Any, placement: Placement, **counts: Any
+    *, config: Config, dtype: str, packed: Any, placement: Placement, vision: Any, **counts: Any
 ) -> list[str]:
     """Every invalid number of a plan; divisibility is checked elsewhere."""
     problems = [
@@ -289,6 +297,8 @@ def _argument_problems(
         problems.append(f"a mesh of {sizes_text(valid)} has more than {MOST} devices")
     if dtype not in DTYPES:
         problems.append(f"dtype must be one of {', '.join(DTYPES)}; got {dtype}")
+    if vision is not None and vision.hidden != config.hidden:
+        problems.append(f"vision: its rows are {vision.hidden} wide, the model {config.hidden}")
     if not isinstance(packed, bool):
         problems.append(f"packed must be true or false, got {shown(packed)}")
     elif packed and (config.latent % GROUP or config.expert_ffn % GROUP):
@@ -406,6 +416,14 @@ def _sum_notes(plan: Plan) -> Iterator[str]:
                 f"{bytes_text(cost.sent)} sent in {cost.steps} steps, {bytes_text(cost.scratch)} "
                 "of scratch"
             )
+
+
+def _image_notes(plan: Plan) -> Iterator[str]:
+    """A line where there is a vision tower."""
+    if plan.vision:
+        block = block_sizes("gpu").dense_bytes
+        size = bytes_text(activation_bytes(plan.vision, IMAGE_PLACES, plan.dtype, block))
+        yield f"an image of 1920 x 1080 is 2,691 tokens and takes {size} while it is encoded"
 
 
 def _table_lines(rows: list[tuple[str, str, str, str]]) -> list[str]:

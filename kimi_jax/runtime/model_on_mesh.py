@@ -17,6 +17,7 @@ from jaxtyping import Array
 
 from ..compilation.function import CompiledFunction
 from ..config.config import Config
+from ..config.vision import VisionConfig
 from ..model.declared import declare
 from ..model.decoder import Kimi, new_state, spans
 from ..model.implementations import Implementations
@@ -153,16 +154,16 @@ class ModelOnMesh:
         hint = f": kimi_jax.move(state, placement, mesh, scan={other.scan}) brings it over"
         return [*problems, *(f"the state {what}{hint}" for what in moved)]
 
-    def refuse_what_exceeds(self, batch: int, context: int) -> None:
-        """Raise `PlacementError`, with the plan, where a device cannot hold the weights and a state
-        of this batch and context.
-        """
-        refuse_what_exceeds(self.plan(batch, context), device_memory(self.mesh))
+    def refuse_what_exceeds(
+        self, batch: int, context: int, vision: VisionConfig | None = None
+    ) -> None:
+        """Raise `PlacementError`, with the plan, where a device cannot hold weights and state."""
+        refuse_what_exceeds(self.plan(batch, context, vision), device_memory(self.mesh))
 
-    def plan(self, batch: int, context: int) -> Plan:
+    def plan(self, batch: int, context: int, vision: VisionConfig | None = None) -> Plan:
         """The bytes that each device holds with a state of this batch and context."""
-        packed, sizes = self.quantization is MXFP4, {"batch": batch, "context": context}
-        return plan(self.config, self.mesh, self.place, **sizes, dtype=self.dtype, packed=packed)
+        sizes = {"batch": batch, "context": context, "packed": self.quantization is MXFP4}
+        return plan(self.config, self.mesh, self.place, **sizes, dtype=self.dtype, vision=vision)
 
     def save(self, state: State, path: str | os.PathLike) -> None:
         """Write a state of this program to a new folder."""

@@ -8,6 +8,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from visions import FIXTURES
 
+from kimi_jax.checkpoint import random_tensors, save_hf
 from kimi_jax.checkpoint.reader import Checkpoint, reads_tower
 from kimi_jax.errors import CheckpointError
 
@@ -110,3 +111,13 @@ def test_without_the_tower_its_tensors_are_not_looked_at(tensors, vision, write)
     changes = {name: tensors[name][:-1] for name in names_of(tensors)}
     with Checkpoint(write(changes), vision[0]) as file:
         assert not any(name.startswith("tower") for name in file.names)
+
+
+def test_random_weights_are_written_and_read(vision, tmp_path):
+    config, tower, *_ = vision
+    tensors = random_tensors(config, seed=1, vision=tower)
+    save_hf(tmp_path / "random", {**config.to_hf(), **tower.to_hf()}, tensors)
+    assert reads_tower(tmp_path / "random")
+    with Checkpoint(tmp_path / "random", config, tower) as file:
+        patch = np.asarray(file.read("tower.w_patch"), np.float32)
+    assert patch.std() == pytest.approx((3 * 14 * 14) ** -0.5, rel=0.05)

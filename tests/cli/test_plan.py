@@ -78,3 +78,14 @@ def test_a_model_of_ten_thousand_layers_is_planned(capsys, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
     assert cli.main(["plan", str(tmp_path), "--mesh", "1x8", "--hbm", "80"]) == 0
     assert "No mesh of up to 64 devices would hold it." in capsys.readouterr().out
+
+
+def test_a_vision_tower_is_counted_where_the_folder_has_one(capsys, golden):
+    term = "vision tower and projector"
+    for words in (["k3"], [str(golden("k3-tiny")[0])]):
+        assert cli.main(["plan", *words, "--json"]) == 0
+        assert term not in json.loads(capsys.readouterr().out)["terms"]
+    assert cli.main(["plan", str(golden("vision")[0]), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["terms"][term] == 174_528
+    assert cli.main(["plan", "k3", "--vision"]) == 0
+    assert re.search(f"{term} +894.7 MB", capsys.readouterr().out)

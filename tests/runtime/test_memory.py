@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from models import AWKWARD, FAMILY, MESHED, write
 
 import kimi_jax as kj
+from kimi_jax.config.vision import VisionConfig
 from kimi_jax.errors import PlacementError
 from kimi_jax.model.implementations import DEFINITIONS
 from kimi_jax.model.layers import Term
@@ -412,3 +413,13 @@ def test_every_size_that_a_config_may_have_is_planned(size):
         assert str(plan(dataclasses.replace(plain, **{name: size}), ranks(1)))
     everything = plan(dataclasses.replace(plain, **dict.fromkeys(SIZES, size)), ranks(1))
     assert everything.total_bytes > 0 and str(everything)
+
+
+def test_a_vision_tower_is_replicated_and_its_image_noted():
+    for n in (1, 8):
+        planned = plan(K3_1, ranks(n), vision=VisionConfig.k3())
+        assert planned.terms[Term.VISION.value] == 894_717_952
+        assert planned.weight_bytes - plan(K3_1, ranks(n)).weight_bytes == 894_717_952
+        assert "2,691 tokens and takes 817.9 MB" in str(planned)
+    with pytest.raises(PlacementError, match="are 7168 wide, the model 72"):
+        plan(AWKWARD, ranks(1), vision=VisionConfig.k3())

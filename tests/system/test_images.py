@@ -3,6 +3,8 @@ give the logits of these ids under every placement and in pieces of any length.
 """
 
 import dataclasses
+import json
+import shutil
 
 import numpy as np
 import pytest
@@ -60,6 +62,41 @@ def test_rows_are_checked_before_anything_runs(golden_run):
     assert [line.split(":")[0] for line in lines] == [f"rows of prompt {i}" for i in range(5)]
     with pytest.raises(kj.RequestError, match="given for 5 prompts, tokens for 1"):
         model.logits(np.ones((1, 3), int), rows=bad)
+
+
+def test_a_tower_is_skipped_where_it_is_not_wanted(golden):
+    model = kj.load(golden("vision")[0], vision=False)
+    assert model.encoder is None
+    with pytest.raises(kj.RequestError, match="no vision tower"):
+        model.encode_images([])
+
+
+def test_the_epsilon_of_the_tower_is_a_setting(golden):
+    """2^-7 moves rows by 0.03, as the notes of the golden numbers say."""
+    folder, expected = golden("vision")
+    model = kj.load(folder, vision_norm_eps=2.0**-7)
+    images = [entry(expected, f"img{i}") for i in range(5)]
+    moved = [
+        np.abs(rows - expected[f"img{i}.projected_f64"]).max()
+        for i, rows in enumerate(model.encode_images(images))
+    ]
+    assert max(moved) == pytest.approx(0.0304, abs=1e-4)
+    with pytest.raises(kj.ConfigError, match="vision_norm_eps"):
+        kj.load(folder, vision_norm_eps=-1.0)
+
+
+def test_a_folder_without_a_complete_tower_is_refused_unless_it_is_skipped(golden, tmp_path):
+    folder = tmp_path / "changed"
+    shutil.copytree(golden("vision")[0], folder)
+    file = json.loads((folder / "config.json").read_text())
+    file["vision_config"]["pos_emb_interpolation_mode"] = "bicubic"
+    (folder / "config.json").write_text(json.dumps(file))
+    with pytest.raises(kj.ConfigError, match=r"pos_emb_interpolation_mode.*bicubic"):
+        kj.load(folder)
+    with pytest.raises(kj.ConfigError, match="vision_config: missing"):
+        kj.load(kj.SHIPPED, vision=True)
+    assert kj.load(folder, vision=False).encoder is None
+    assert kj.load(golden("k31-tiny")[0]).encoder is None
 
 
 # Rows that are embeddings.
@@ -120,8 +157,3 @@ def test_without_rows_the_program_of_ids_runs(folder, of_ids):
     nothing = [PromptRows(np.arange(0), np.zeros((0, model.config.hidden))), None, None, None]
     np.testing.assert_array_equal(model.logits(ids, rows=nothing), logits)
     assert model.program.jitted_logits.program_count == 1
-
-
-def test_a_text_model_refuses_images(folder):
-    with pytest.raises(kj.RequestError, match="no vision tower"):
-        kj.load(folder).encode_images([])

@@ -2,8 +2,6 @@
 numbers prove, and against every mistake that others have shipped.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +14,7 @@ from visions import FIXTURES, IMAGES, VIDEOS, entry
 from kimi_jax.config.vision import VisionConfig
 from kimi_jax.model.declared import declare
 from kimi_jax.model.vision import positions
-from kimi_jax.model.vision.encoder import Encoder, merge
+from kimi_jax.model.vision.encoder import Encoder, activation_bytes, merge, weight_bytes
 from kimi_jax.model.vision.tower import attend, attend_in_blocks, query_block
 from kimi_jax.runtime.model_on_mesh import merged
 
@@ -199,14 +197,17 @@ def test_places_are_the_inverse_of_merge_order(rows, columns):
 
 def test_weights_are_the_released_count():
     """The tower 401,214,464 numbers, the projector 46,144,512, as a released index counts them."""
-    config = VisionConfig(
-        patch=14, width=1024, blocks=27, heads=12, qkv_width=1536, ffn=4096, table_rows=64,
-        table_columns=64, most_frames=4, projector_eps=1e-5, hidden=7168, placeholder=163605,
-    )  # fmt: skip
+    config = VisionConfig.k3()
     assert config.head_dim == 128
     counts = {"tower": 0, "projector": 0}
     for w in declare(Encoder(config, "bfloat16")):
         counts[w.path[0]] += int(np.prod(w.shape))
         assert set(w.roles) == {None}  # replicated
     assert counts == {"tower": 401_214_464, "projector": 46_144_512}
-    assert dataclasses.replace(config, norm_eps=1e-5) != config
+    assert weight_bytes(config, "bfloat16") == 2 * (401_214_464 + 46_144_512)
+
+
+def test_activations_of_an_image_are_what_the_compiler_reserves():
+    """821 MB for 1920 x 1080 at the released size, by `memory_analysis` of XLA for an H200."""
+    estimate = activation_bytes(VisionConfig.k3(), 12_288, "bfloat16", 2**29)
+    assert estimate == pytest.approx(821_049_200, rel=0.01)
