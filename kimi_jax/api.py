@@ -14,11 +14,11 @@ from .analysis.hidden import hidden
 from .analysis.score import BATCH, Score, score
 from .analysis.weights import Weights
 from .checkpoint.hub import folder_of
-from .checkpoint.reader import Checkpoint, reads_tower
+from .checkpoint.reader import Checkpoint, vision_of
 from .compilation.cache import open_cache
 from .config.block_sizes import block_sizes
 from .config.config import Config
-from .config.vision import NORM_EPS, VisionConfig
+from .config.vision import NORM_EPS
 from .errors import shown
 from .files import SHIPPED
 from .generation.chat import ChatKeywords, ChatStream, Messages, Reply
@@ -194,7 +194,7 @@ def load(
     walk: str | None = None,
     implementations: Implementations | None = None,
     unpack: bool = False,
-    vision: bool | None = None,
+    vision: bool | Any = None,
     vision_norm_eps: float = NORM_EPS,
     progress: bool | None = None,
 ) -> Model:
@@ -225,7 +225,9 @@ def load(
     placement = as_placement(placement).within(chunk)
     path = folder_of(path, FILES, vision)
     config = Config.from_hf(path)
-    tower = VisionConfig.from_hf(path, config) if reads_tower(path, vision) else None
+    tower = vision_of(path, config, vision)
+    if tower is None and vision_norm_eps != NORM_EPS:
+        raise ValueError("vision_norm_eps is given, and no vision tower is loaded")
     tower = tower and tower.with_eps(vision_norm_eps)
     with Checkpoint(path, config, tower) as checkpoint:
         program = make_program(

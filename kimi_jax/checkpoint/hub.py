@@ -22,7 +22,7 @@ _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def folder_of(
-    path: str | os.PathLike[str], others: Sequence[str], vision: bool | None = None
+    path: str | os.PathLike[str], others: Sequence[str], vision: bool | Any = None
 ) -> str | os.PathLike[str]:
     """A path as it is; where nothing is there and it reads "owner/name", the folder in which
     `huggingface_hub` keeps that repository, with the files that a checkpoint is read from fetched:
@@ -46,7 +46,7 @@ def folder_of(
         raise _refusal(repository, str(error).strip().split("\n")[0]) from error
 
 
-def _fetch(hub: Any, repository: str, others: Sequence[str], vision: bool | None) -> Path:
+def _fetch(hub: Any, repository: str, others: Sequence[str], vision: bool | Any) -> Path:
     config = Path(hub.hf_hub_download(repository, "config.json"))
     folder = config.parent  # of one commit: the other files are of the same
 

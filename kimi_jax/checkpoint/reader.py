@@ -6,13 +6,14 @@ The folder is validated from its headers before a weight is copied.
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from ..config.config import Config
 from ..config.vision import VisionConfig, has_table
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ConfigError, shown
 from ..model.mxfp4 import PLAIN, unpack_numpy
 from .headers import read_folder, tensor_names
 from .inventory import inventory_problems
@@ -51,6 +52,17 @@ def reads_tower(folder: str | os.PathLike[str], wanted: bool | None = None) -> b
     if wanted is None:
         return has_table(folder) and holds_tower(tensor_names(Path(folder)))
     return wanted
+
+
+def vision_of(
+    folder: str | os.PathLike[str], config: Config, wanted: bool | Any = None
+) -> VisionConfig | None:
+    """The vision tower of a folder, where it is read: `config` is that of its decoder. Raises
+    `ConfigError` with every problem of `vision_config`.
+    """
+    if wanted is not None and not isinstance(wanted, bool):
+        raise ConfigError(f"vision must be true, false or None, got {shown(wanted)}")
+    return VisionConfig.from_hf(folder, config) if reads_tower(folder, wanted) else None
 
 
 class Checkpoint:

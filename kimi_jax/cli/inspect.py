@@ -49,13 +49,14 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
-    from ..checkpoint.reader import Checkpoint
+    from ..checkpoint.reader import Checkpoint, vision_of
     from ..config.config import Config
 
     folder = model_folder(options)
     check_folder(folder)
     config = Config.from_hf(folder)
-    with Checkpoint(folder, config) as checkpoint:
+    vision = vision_of(folder, config)
+    with Checkpoint(folder, config, vision) as checkpoint:
         if options.all:
             for name, tensor in checkpoint.tensors.items():
                 print(
@@ -63,7 +64,8 @@ def run(options: argparse.Namespace) -> int:
                     f"{label(tensor.shard)}"
                 )
             return 0
-        print_table(label(folder), ("", ""), list(_summary(checkpoint, config)))
+        summary = [*_summary(checkpoint, config), ("vision", _vision_text(vision))]
+        print_table(label(folder), ("", ""), summary)
         columns = ("part", "tensor", "count", "shape", "dtype", "bytes")
         print_table("tensors", columns, list(_groups(checkpoint, config)))
     return 0
@@ -131,6 +133,16 @@ def _sizes(config: Any) -> Iterator[tuple[str, str]]:
         "experts",
         f"{config.active_experts} of {config.experts} and {config.shared_experts} shared, "
         f"latent {config.latent:,}, width {config.expert_ffn:,}",
+    )
+
+
+def _vision_text(vision: Any) -> str:
+    if vision is None:
+        return "no tower that is read: it takes text only"
+    return (
+        f"{vision.blocks} blocks, {vision.heads} heads of {vision.head_dim}, width "
+        f"{vision.width:,}, patches of {vision.patch}, table {vision.table_rows} x "
+        f"{vision.table_columns}"
     )
 
 

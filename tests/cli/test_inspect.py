@@ -134,3 +134,9 @@ def test_only_regular_files_are_read(run, folder, name, kind):
     (folder / name).unlink()
     make(folder / name)
     assert_refused(run("inspect", folder), name, expected)
+
+
+def test_inspect_checks_and_shows_a_vision_tower(run, saved, golden):
+    out = run("inspect", golden("vision")[0])[1]
+    assert "3 blocks, 3 heads of 16, width 32, patches of 14, table 8 x 6" in out
+    assert "takes text only" in run("inspect", saved)[1]

@@ -83,6 +83,8 @@ def test_the_epsilon_of_the_tower_is_a_setting(golden):
     assert max(moved) == pytest.approx(0.0304, abs=1e-4)
     with pytest.raises(kj.ConfigError, match="vision_norm_eps"):
         kj.load(folder, vision_norm_eps=-1.0)
+    with pytest.raises(ValueError, match="no vision tower is loaded"):
+        kj.load(folder, vision=False, vision_norm_eps=1e-5)
 
 
 def test_a_folder_without_a_complete_tower_is_refused_unless_it_is_skipped(golden, tmp_path):
@@ -95,6 +97,8 @@ def test_a_folder_without_a_complete_tower_is_refused_unless_it_is_skipped(golde
         kj.load(folder)
     with pytest.raises(kj.ConfigError, match="vision_config: missing"):
         kj.load(kj.SHIPPED, vision=True)
+    with pytest.raises(kj.ConfigError, match="vision must be"):
+        kj.load(folder, vision="no")  # pyright: ignore[reportArgumentType]
     assert kj.load(folder, vision=False).encoder is None
     assert kj.load(golden("k31-tiny")[0]).encoder is None
 

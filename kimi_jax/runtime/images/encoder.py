@@ -98,7 +98,7 @@ class ImageEncoder:
         """(weights, patches [devices, frames, L, X], grids [devices, 2]) -> rows [devices, L / 4,
         D], compiled for every shape.
         """
-        return _compiled(self.config, self.mesh, self.dtype)
+        return encode_function(self.config, self.mesh, self.dtype)
 
 
 def load_encoder(
@@ -115,7 +115,8 @@ def load_encoder(
 
 
 @functools.lru_cache(maxsize=32)
-def _compiled(config: VisionConfig, mesh: Mesh, dtype: str) -> CompiledFunction:
+def encode_function(config: VisionConfig, mesh: Mesh, dtype: str) -> CompiledFunction:
+    """The function of every encoder of this config, mesh and type."""
     encoder = Encoder(config, dtype)
     most_bytes = block_sizes(mesh.devices.flat[0].platform).dense_bytes
 
@@ -134,16 +135,17 @@ def _compiled(config: VisionConfig, mesh: Mesh, dtype: str) -> CompiledFunction:
         check_vma=False,
     )
     identity = repr((config, dict(mesh.shape), dtype))
-    abstract = functools.partial(_abstract, encoder, mesh)
+    abstract = lambda _, *arrays: encoder_shapes(config, mesh, dtype, *arrays)  # noqa: E731
     return CompiledFunction(function, "the vision tower", identity, mesh, abstract, fixed=1)
 
 
-def _abstract(encoder: Encoder, mesh: Mesh, weights: dict, *arrays: Any) -> tuple:
-    """Shapes, types and shardings of the arguments that a program is compiled for."""
+def encoder_shapes(config: VisionConfig, mesh: Mesh, dtype: str, *arrays: Any) -> tuple:
+    """Shapes, types and shardings of the weights, and of arrays with one entry a device."""
     replicated, each = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, BY_DEVICE)
     shape = jax.ShapeDtypeStruct
+    weights = declare(Encoder(config, dtype))
     return (
-        {w.path: shape(w.shape, w.dtype, sharding=replicated) for w in declare(encoder)},
+        {w.path: shape(w.shape, w.dtype, sharding=replicated) for w in weights},
         *(shape(x.shape, x.dtype, sharding=each) for x in arrays),
     )
 
