@@ -18,7 +18,8 @@ segment on its own, so that no text can end a message or begin one. The definiti
     A tool's result is <|open|>message role="tool" tool="NAME" index="1"<|sep|>TEXT ..., in the
     order of the calls. Options are messages role="system" with a type: tool-declare and
     thinking-effort come first, tool-choice and response-format last. A system message that declares
-    more tools is a tool-declare where it stands.
+    more tools is a tool-declare where it stands. An image in a content is
+    <|media_begin|>image WxH<|media_content|>, a <|media_pad|> for each of its rows, <|media_end|>.
 """
 
 import dataclasses
@@ -28,6 +29,7 @@ from typing import Any
 
 from ..errors import ChatError, TokenizerError, shown
 from . import strict_json
+from .images import MediaMarkup, PromptImages, SizedImage
 from .messages import (
     Call,
     Turn,
@@ -76,6 +78,7 @@ class Markup:
     close: int
     sep: int
     end: int
+    media: MediaMarkup | None = None  # where the conversation has images
 
     @classmethod
     def of(cls, tokenizer: Tokenizer | None) -> "Markup":
@@ -84,7 +87,29 @@ class Markup:
             raise ChatError("chat needs a tokenizer, and this folder has none")
         if missing := [marker for marker in MARKERS if marker not in tokenizer.special_ids]:
             raise ChatError(f"chat needs markers that the tokenizer lacks: {', '.join(missing)}")
-        return cls(*map(tokenizer.id, MARKERS))
+        opening, close, sep, end = map(tokenizer.id, MARKERS)
+        return cls(opening, close, sep, end)
+
+    def with_media(
+        self, tokenizer: Tokenizer, turns: list[Turn], images: PromptImages | None
+    ) -> "Markup":
+        """The same with the markers of images, if turns have any; `images` gets them in order."""
+        found = [part for turn in turns for part in turn.parts if not isinstance(part, str)]
+        if images is None or not found:
+            return self
+        images.placed += found
+        return dataclasses.replace(self, media=MediaMarkup.of(tokenizer))
+
+    def content(self, parts: Iterable[str | SizedImage]) -> list[Segment]:
+        """Texts and images as they stand in a message."""
+        segments: list[Segment] = []
+        for part in parts:
+            if isinstance(part, str):
+                segments.append(part)
+            else:
+                assert self.media is not None
+                segments += self.media.segments(part)
+        return segments
 
     def opening(self, tag: str, **attributes: str) -> list[Segment]:
         """<|open|>tag name="value"<|sep|>; each part of an attribute is a segment of its own."""
@@ -121,11 +146,13 @@ def render(
     tool_choice: Any = None,
     response_format: Any = None,
     add_generation_prompt: bool = True,
+    images: PromptImages | None = None,
 ) -> list[int]:
     """The ids of a conversation, up to where the assistant's next message begins.
 
-    - `messages`: dicts with `role` and `content` (text, or a list of `{"type": "text", "text":
-      ...}` parts), for an assistant also `reasoning_content` and `tool_calls`, for a tool
+    - `messages`: dicts with `role` and `content` (text, or a list of parts: `{"type": "text",
+      "text": ...}`, `{"type": "image", "image": ...}` and `{"type": "image_url", "image_url":
+      {"url": "data:..."}}`), for an assistant also `reasoning_content` and `tool_calls`, for a tool
       `tool_call_id`. Results may come in any order. A system message with `tools` declares more of
       them from there on; the format has no place for its `content`. `arguments` of a call are a
       dict or its JSON; anything else is rendered as it stands.
@@ -139,6 +166,7 @@ def render(
       not checked.
     - `add_generation_prompt`: begin the assistant's next message. Without it the last message may
       hold calls that have no results yet.
+    - `images`: reads images, and gets those of the prompt in order; without it they are refused.
 
     Raises one `ChatError` that lists everything wrong.
     """
@@ -155,7 +183,11 @@ def render(
         read_response_format(response_format, problems),
         add_generation_prompt,
     )
-    turns = read_turns(messages, problems, may_end_in_calls=not add_generation_prompt)
+    turns = read_turns(messages, problems, not add_generation_prompt, images)
+    try:
+        markup = markup.with_media(tokenizer, turns, images)
+    except ChatError as error:
+        raise _refusal([*problems, str(error)]) from error
     ids = []
     for place, segments in _segments(markup, turns, options):
         try:
@@ -163,8 +195,12 @@ def render(
         except TokenizerError as error:
             problems.append(f"{place}: {error}")
     if problems:
-        raise ChatError("\n  ".join(["conversation:", *problems]))
+        raise _refusal(problems)
     return ids
+
+
+def _refusal(problems: list[str]) -> ChatError:
+    return ChatError("\n  ".join(["conversation:", *problems]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,7 +245,7 @@ def _message(markup: Markup, turn: Turn, thinking: bool) -> list[Segment]:
     elif turn.name:
         attributes["name"] = turn.name
     is_reply = turn.role == "assistant"
-    body = _channels(markup, turn, thinking) if is_reply else turn.parts
+    body = _channels(markup, turn, thinking) if is_reply else markup.content(turn.parts)
     return markup.message(body, **attributes)
 
 
@@ -218,7 +254,7 @@ def _channels(markup: Markup, turn: Turn, thinking: bool) -> list[Segment]:
     body: list[Segment] = []
     if thinking:
         body += markup.element("think", [turn.thinking] if turn.thinking.strip() else [])
-    body += markup.element("response", turn.parts)
+    body += markup.element("response", markup.content(turn.parts))
     if not turn.calls:
         return body
     calls = [

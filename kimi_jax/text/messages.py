@@ -10,6 +10,7 @@ from typing import Any
 
 from ..errors import shown
 from . import strict_json
+from .images import PromptImages, SizedImage, is_image_part, read_image
 
 ROLES = ("system", "user", "assistant", "tool")
 EFFORTS = ("low", "medium", "high", "max")
@@ -23,7 +24,6 @@ _KEYS = {
     "assistant": ("name", *_THINKING_KEYS, "tool_calls"),
     "tool": ("tool_call_id", "name"),
 }
-_IMAGES = ("image", "image_url", "input_image")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Turn:
 
     place: str
     role: str
-    parts: list[str]  # the texts of its content
+    parts: list[str | SizedImage]  # of its content, in order
     name: str | None = None
     thinking: str = ""
     calls: tuple[Call, ...] = ()
@@ -62,14 +62,20 @@ def either(names: Sequence[str]) -> str:
     return f"{', '.join(names[:-1])} or {names[-1]}"
 
 
-def read_turns(messages: Any, problems: list[str], may_end_in_calls: bool = False) -> list[Turn]:
+def read_turns(
+    messages: Any,
+    problems: list[str],
+    may_end_in_calls: bool = False,
+    images: PromptImages | None = None,
+) -> list[Turn]:
     """The turns of a conversation, the results of tools in the order of their calls. Every call
-    must have its result; with `may_end_in_calls` those of the last message need none.
+    must have its result; with `may_end_in_calls` those of the last message need none. Images are
+    read by `images`, or refused.
     """
     if not isinstance(messages, list | tuple) or not messages:
         problems.append(f"messages must be a list of at least one message, got {shown(messages)}")
         return []
-    turns = [_read_turn(f"message {i}", m, problems) for i, m in enumerate(messages)]
+    turns = [_read_turn(f"message {i}", m, problems, images) for i, m in enumerate(messages)]
     return _results_in_order([turn for turn in turns if turn], problems, may_end_in_calls)
 
 
@@ -154,7 +160,9 @@ def _is_writable(value: Any, place: str, problems: list[str]) -> bool:
     return problem is None
 
 
-def _read_turn(place: str, message: Any, problems: list[str]) -> Turn | None:
+def _read_turn(
+    place: str, message: Any, problems: list[str], images: PromptImages | None
+) -> Turn | None:
     """A message read, or None where not even its role can be."""
     if not isinstance(message, dict):
         problems.append(f"{place} is not a dict with role and content: {shown(message)}")
@@ -167,7 +175,7 @@ def _read_turn(place: str, message: Any, problems: list[str]) -> Turn | None:
     if role == "system" and message.get("tools"):
         tools = read_tools(message["tools"], f"{place}: tools", problems)
         return Turn(place, role, [], tools=tools)
-    turn = Turn(place, role, _read_parts(place, message, problems))
+    turn = Turn(place, role, _read_parts(place, message, problems, images))
     if role == "tool":
         return dataclasses.replace(turn, call_id=_read_call_id(place, message, problems))
     turn = dataclasses.replace(turn, name=_read_name(place, message, problems))
@@ -204,8 +212,10 @@ def _read_call_id(place: str, message: dict, problems: list[str]) -> str:
     return ""
 
 
-def _read_parts(place: str, message: dict, problems: list[str]) -> list[str]:
-    """The texts of a message's content."""
+def _read_parts(
+    place: str, message: dict, problems: list[str], images: PromptImages | None
+) -> list[str | SizedImage]:
+    """The texts and images of a message's content."""
     content = message.get("content")
     if isinstance(content, str):
         return [content]
@@ -214,17 +224,23 @@ def _read_parts(place: str, message: dict, problems: list[str]) -> list[str]:
     if not isinstance(content, list | tuple):
         problems.append(f"{place}: content must be text, got {shown(content)}")
         return []
-    texts = []
-    for i, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind == "text" and isinstance(part.get("text"), str):
-            texts.append(part["text"])
-        elif isinstance(kind, str) and kind in _IMAGES:
-            problems.append(f"{place}: part {i} is an image, and this text decoder takes text only")
-        else:
-            found = shown(kind if isinstance(kind, str) else part)
-            problems.append(f"{place}: part {i} is not text: {found}")
-    return texts
+    parts = [
+        read_part(part, f"{place}: part {i}", images, problems) for i, part in enumerate(content)
+    ]
+    return [part for part in parts if part is not None]
+
+
+def read_part(
+    part: Any, place: str, images: PromptImages | None, problems: list[str]
+) -> str | SizedImage | None:
+    """A part of a content, text or an image; None, and a problem, where it is neither."""
+    if is_image_part(part):
+        return read_image(part, place, images, problems)
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "text" and isinstance(part.get("text"), str):
+        return part["text"]
+    problems.append(f"{place} is not text: {shown(kind if isinstance(kind, str) else part)}")
+    return None
 
 
 def _read_thinking(place: str, message: dict, problems: list[str]) -> str:

@@ -6,6 +6,7 @@ import json
 import random
 import re
 from itertools import pairwise
+from typing import NamedTuple
 
 import pytest
 from chats import ASKS, FORGED, RANKS, SPECIAL, TOKENIZER, USER, WEATHER, rendered
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 import kimi_jax as kj
 from kimi_jax.text import chat_format
+from kimi_jax.text.images import MEDIA_MARKERS, PromptImages
 from kimi_jax.text.tokenizer import Tokenizer
 
 
@@ -342,6 +344,104 @@ def test_golden_conversations_are_equal_segment_for_segment(number, monkeypatch)
     segments = [[contents.get(s, s), isinstance(s, int)] for s in Recorder.segments]
     assert segments == expected["segments"]
     assert TOKENIZER.decode(ids) == expected["text"]
+
+
+MEDIA = dict(zip(MEDIA_MARKERS, range(300, 304), strict=True))
+IMAGE_CHATS = json.loads((GOLDEN / "chat" / "images.json").read_text(encoding="utf-8"))
+
+
+class Sized(NamedTuple):
+    size: tuple[int, int]
+    rows: int = 1
+
+
+def of_sizes(sizes):
+    """A reader that finds images of these sizes, one after another."""
+    left = iter(sizes)
+    return PromptImages(lambda source: Sized(tuple(next(left))))
+
+
+def joined(segments, contents):
+    """Segments as the golden file has them: what stands for an image is one."""
+    found, image = [], ""
+    for part in segments:
+        text = contents.get(part, part)
+        image = text if text == MEDIA_MARKERS[0] else image and image + text
+        if not image or text == MEDIA_MARKERS[-1]:
+            found.append([image or text, bool(image) or isinstance(part, int)])
+            image = ""
+    return found
+
+
+@pytest.mark.parametrize("number", range(len(IMAGE_CHATS)))
+def test_golden_conversations_with_images_are_equal_segment_for_segment(number, monkeypatch):
+    expected, special = IMAGE_CHATS[number], SPECIAL | MEDIA
+    messages = json.loads(json.dumps(expected["messages"]).replace("\\u2026", "data:"))
+    monkeypatch.setattr(Recorder, "segments", ())
+    images = of_sizes(expected["image_sizes"])
+    chat_format.render(Recorder(RANKS, special), messages, images=images, **expected["options"])
+    contents = {token: content for content, token in special.items()}
+    assert joined(Recorder.segments, contents) == expected["segments"]
+    assert [list(image.size) for image in images.placed] == expected["image_sizes"]
+
+
+def with_images(messages, *images):
+    left = iter(images)
+    placed = PromptImages(lambda source: next(left))
+    tokenizer = Tokenizer(RANKS, SPECIAL | MEDIA)
+    return tokenizer.decode(chat_format.render(tokenizer, messages, images=placed)), placed.placed
+
+
+def test_an_image_stands_as_its_original_size_and_a_pad_a_row():
+    content = [{"type": "text", "text": "a"}, IMAGE]
+    said, placed = with_images([{"role": "user", "content": content}], Sized((640, 480), 3))
+    pads = 3 * "<|media_pad|>"
+    assert (
+        f"<|sep|>a<|media_begin|>image 640x480<|media_content|>{pads}<|media_end|><|close|>" in said
+    )
+    assert placed == [Sized((640, 480), 3)]
+
+
+def test_images_of_results_stand_in_the_order_of_the_calls():
+    first, second = Sized((1, 1)), Sized((2, 2))
+    calls = [{"id": key, "function": {"name": key}} for key in "xy"]
+    results = [{"role": "tool", "tool_call_id": key, "content": [IMAGE]} for key in "yx"]
+    asked = [USER, {"role": "assistant", "tool_calls": calls}, *results]
+    said, placed = with_images(asked, second, first)
+    assert placed == [first, second] and said.index("image 1x1") < said.index("image 2x2")
+
+
+def test_images_need_markers_that_the_tokenizer_has():
+    with pytest.raises(kj.ChatError, match=r"lacks: <\|media_begin\|>, <\|media_content\|>"):
+        content = [{"role": "user", "content": [IMAGE]}]
+        chat_format.render(TOKENIZER, content, images=of_sizes([(1, 1)]))
+
+
+@pytest.mark.parametrize(
+    "part, message",
+    [
+        ({"type": "image"}, "part 0: the image is missing, 'image' holds it"),
+        ({"type": "image_url"}, "part 0: the image is missing, 'image_url' holds it"),
+        ({"type": "image_url", "image_url": {}}, "the image is missing"),
+        ({"type": "image_url", "image_url": {"url": "https://x/y.png"}}, "must be a data URL"),
+        ({"type": "image_url", "image_url": "/etc/passwd"}, "must be a data URL"),
+        ({"type": "image_url", "image_url": 3}, "must be a data URL"),
+        ({**IMAGE, "image_url": {"url": "data:", "detail": "low"}}, "takes no 'detail'"),
+        ({"type": "image", "image": "a.png", "size": 3}, "takes no 'size'"),
+        ({"type": "video", "video": "a.mp4"}, "part 0 is not text: 'video'"),
+    ],
+)
+def test_image_parts_that_are_refused(part, message):
+    assert message in refused([{"role": "user", "content": [part]}], images=of_sizes([(1, 1)] * 9))
+
+
+def test_what_the_reader_refuses_is_told_with_its_place():
+    def read(source):
+        raise kj.ImageError(f"no {source}")
+
+    parts = [{"type": "image", "image": name} for name in "ab"]
+    said = refused([{"role": "user", "content": parts}], images=PromptImages(read))
+    assert "message 0: part 0: no a" in said and "message 0: part 1: no b" in said
 
 
 def test_all_problems_come_in_one_error():
