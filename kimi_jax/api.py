@@ -18,6 +18,8 @@ from .checkpoint.reader import Checkpoint, vision_of
 from .compilation.cache import open_cache
 from .config.block_sizes import block_sizes
 from .config.config import Config
+from .config.preprocessor import FILE as PREPROCESSOR_FILE
+from .config.preprocessor import preprocessor_of
 from .config.vision import NORM_EPS
 from .errors import shown
 from .files import SHIPPED
@@ -52,7 +54,12 @@ if TYPE_CHECKING:
 else:  # checked by `hidden`
     Stream = Any
 
-FILES = ("generation_config.json", RANKS_FILE, CONFIG_FILE)  # that a checkpoint may do without
+FILES = (
+    "generation_config.json",
+    RANKS_FILE,
+    CONFIG_FILE,
+    PREPROCESSOR_FILE,
+)  # that a checkpoint may do without
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,6 +236,7 @@ def load(
     if tower is None and vision_norm_eps != NORM_EPS:
         raise ValueError("vision_norm_eps is given, and no vision tower is loaded")
     tower = tower and tower.with_eps(vision_norm_eps)
+    preprocessor = tower and preprocessor_of(path, tower)
     with Checkpoint(path, config, tower) as checkpoint:
         program = make_program(
             config,
@@ -245,4 +253,6 @@ def load(
         read = checkpoint.read_unpacked if unpack else checkpoint.read
         params = read_weights(program.declared, placement, mesh, read, progress)
         encoder = tower and load_encoder(tower, mesh, program.dtype, checkpoint.read, progress)
-    return Model(program, params, tokenizer, chunk=chunk, encoder=encoder)
+    return Model(
+        program, params, tokenizer, chunk=chunk, encoder=encoder, preprocessor=preprocessor
+    )

@@ -68,7 +68,7 @@ class Script:
         monkeypatch.setattr(chat, "start", self._start)
 
     def _start(self, model, prompt, options, **_):
-        self.prompts.append(prompt)
+        self.prompts.append(prompt.ids)
         reply = self._replies[(len(self.prompts) - 1) % len(self._replies)]
         request = Request(prompt, RequestOptions(), options.max_new_tokens)
         return request, self._events(reply, options.max_new_tokens, options.stop_tokens)

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 from ..errors import PromptError, shown
 from ..generation.engine import capacity
 from ..generation.prompts import Prompts, TextRunner, as_list, encode
+from ..generation.requests import PromptIds
 from ..model.decoder import Kimi
 from ..model.state import State
 from ..numerics import is_whole
@@ -87,10 +88,15 @@ def score(
             )
             if not is_whole(value, least, most)
         ]
-        encoded = encode(model, as_list(prompts), (), problems)
+        encoded = encode(model, as_list(prompts), PromptIds([]), problems)
+        problems += [
+            f"prompt {i} has images, and only text is scored"
+            for i, prompt in enumerate(encoded)
+            if prompt.images
+        ]
         if problems:
             raise PromptError("\n".join(problems))
-        return encoded
+        return [prompt.ids for prompt in encoded]
 
     context = model.config.max_positions
     texts = together("a prompt or an option", read)

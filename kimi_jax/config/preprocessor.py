@@ -17,7 +17,7 @@ from ..numerics import is_number, is_whole
 from . import hf
 from .keys import POSITIVE, SIZE, Field, Fixed, Kind, Rule, keys_of
 from .section import Section
-from .vision import MERGE
+from .vision import MERGE, VisionConfig
 
 FILE = "preprocessor_config.json"
 _CFG = "media_proc_cfg"
@@ -115,6 +115,20 @@ class Preprocessor:
         if problems:
             raise ConfigError(*problems)
         return cls(**values)
+
+
+def preprocessor_of(folder: str | os.PathLike[str], tower: VisionConfig) -> Preprocessor | None:
+    """The preprocessor beside a checkpoint with a vision tower; None where the file is missing.
+    Raises `ConfigError` for one of another tower.
+    """
+    if not (Path(folder) / FILE).exists():
+        return None
+    preprocessor = Preprocessor.from_hf(folder)
+    if preprocessor.patch != tower.patch:
+        raise ConfigError(
+            f"{_CFG}.patch_size: {preprocessor.patch} is not vision_config.patch_size={tower.patch}"
+        )
+    return preprocessor
 
 
 def _load(source: Any) -> Mapping[str, Any]:

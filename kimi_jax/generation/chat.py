@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 from ..errors import ChatError, shown
 from ..runtime.sampling import TokenLogprob
 from ..text.chat_format import Markup, render
+from ..text.images import MediaMarkup
 from ..text.reply_parser import ChatEvent, ReplyParser
 from ..text.tool_calls import ToolCall
 from .engine import prepare
@@ -24,8 +25,8 @@ from .options import (
     make_options,
 )
 from .prefix_cache import PrefixCache
-from .prompts import TextRunner, items_of
-from .requests import Usage
+from .prompts import TextRunner, items_of, with_images
+from .requests import PromptIds, Usage
 from .session_state import SessionState
 
 if TYPE_CHECKING:
@@ -190,10 +191,15 @@ def chat(
     runs.
     """
     given = of_one_prompt(options)
-    prompt = render(
-        model.tokenizer, messages, tools, thinking, thinking_effort, tool_choice, response_format
-    )
+    images = model.new_images()
+    ids = render(
+        model.tokenizer, messages, tools, thinking, thinking_effort, tool_choice, response_format,
+        images=images,
+    )  # fmt: skip
     assert model.tokenizer is not None
+    prompt = PromptIds(ids)
+    if images and images.placed:
+        prompt = with_images(ids, images.placed, MediaMarkup.of(model.tokenizer))
     end = Markup.of(model.tokenizer).end
     stops = _stop_strings(given.pop("stop", None))
     request, events = start(
@@ -202,7 +208,7 @@ def chat(
     )  # fmt: skip
     parser = ReplyParser(model.tokenizer, thinking, stops, request.options.min_new_tokens)
     begin = functools.partial(prepare, model, request, session)
-    streamed = ChatStream(events, parser, len(prompt), end, begin, request.usage)
+    streamed = ChatStream(events, parser, len(ids), end, begin, request.usage)
     if stream:
         return streamed
     for _ in streamed:

@@ -12,12 +12,14 @@ import numpy as np
 from ..compilation.function import running_seconds
 from ..model.state import State
 from ..parallel.processes import to_host
+from ..runtime.images.rows import PromptRows
 from ..runtime.program import state_maker
-from ..runtime.runner import Runner, prepare_prefill
+from ..runtime.runner import prepare_prefill
 from ..runtime.sampling import TokenLogprob
 from .batch import Batch, power_of_two
 from .prefix_cache import PrefixCache
-from .requests import Request
+from .prompts import TextRunner
+from .requests import Request, rows_of
 from .schedule import Schedule
 from .session_state import SessionState
 
@@ -71,7 +73,7 @@ def capacity(length: int, limit: int) -> int:
 
 
 def run(
-    runner: Runner, requests: Sequence[Request], options: RunOptions
+    runner: TextRunner, requests: Sequence[Request], options: RunOptions
 ) -> Generator[Report, None, None]:
     """Run all requests that have not ended until they have."""
     waiting = [i for i, request in enumerate(requests) if request.finish_reason is None]
@@ -83,7 +85,7 @@ def run(
             engine.leave()
 
 
-def prepare(runner: Runner, request: Request, session: SessionState | None) -> None:
+def prepare(runner: TextRunner, request: Request, session: SessionState | None) -> None:
     """Compile in the background what a request runs, alone or as the first of a session."""
     needed = len(request.ids) + request.limit
     limit = runner.config.max_positions
@@ -102,7 +104,11 @@ class _Engine:
     """
 
     def __init__(
-        self, runner: Runner, requests: Sequence[Request], waiting: list[int], options: RunOptions
+        self,
+        runner: TextRunner,
+        requests: Sequence[Request],
+        waiting: list[int],
+        options: RunOptions,
     ):
         self.runner, self.requests, self.options = runner, requests, options
         self.pending: Any = None  # what the latest call sampled, until the requests have it
@@ -110,7 +116,8 @@ class _Engine:
         slots = -(-min(options.slots, power_of_two(len(waiting))) // rows) * rows
         self.schedule = Schedule.of(waiting, slots, rows)
         self.prefilled = np.zeros(rows, np.int32)  # prompt tokens that each prefill row has seen
-        self.complete: dict[int, list[int]] = {}  # prefill row: the prompt that it holds, if any
+        self.complete: dict[int, list[int]] = {}  # prefill row: the keys of its prompt, if any
+        self.given: list[PromptRows | None] = [None] * rows  # of images, by prefill row
         self.in_place, self.resumed = slots == rows, 0
         length = max(len(requests[i].ids) + requests[i].limit for i in waiting)
         self.slots = self._new_slots(slots, rows, length)
@@ -136,7 +143,7 @@ class _Engine:
         """The state of the decode slots: a session's, or an empty one."""
         if self.options.session:
             (request,) = self.requests
-            state, self.resumed = self.options.session.resume(request.ids, length)
+            state, self.resumed = self.options.session.resume(request.prompt.keys, length)
             return state
         room = capacity(length, self.runner.config.max_positions)
         if not self.in_place:  # both states together
@@ -174,20 +181,23 @@ class _Engine:
         request = self.requests[0]
         if self.options.session and request.finish_reason != "error":
             pending = [] if self.pending is None else to_host(self.pending[0])[:, 0].tolist()
-            self.options.session.keep(self.slots, request.ids + request.sampled + pending)
+            keys = request.prompt.keys
+            self.options.session.keep(self.slots, keys + request.sampled + pending)
 
     def _admit(self, row: int, number: int) -> int:
         """A request enters a prefill row, with what is cached of its prompt."""
         request, cached = self.requests[number], self.resumed
         request.start()
-        if self.complete.pop(row, None) == request.ids:  # another completion of the same prompt
+        keys = request.prompt.keys
+        if self.complete.pop(row, None) == keys:  # another completion of the same prompt
             cached = len(request.ids)
         elif self.options.cache and not cached:
-            state, cached = self.options.cache.restore(self.prefill_rows, row, request.ids)
+            state, cached = self.options.cache.restore(self.prefill_rows, row, keys)
             self.prefill_rows = state
         is_row = np.arange(len(self.prefilled)) == row
         self.prefilled = np.where(is_row, cached, self.prefilled)
         request.cached = cached
+        self.given[row] = rows_of(request.prompt.images, cached, self.runner.encode_images)
         self.options.log(
             f"request {number}: {len(request.ids)} prompt tokens, {cached} of them cached"
         )
@@ -207,7 +217,7 @@ class _Engine:
             is_full = lengths[row] == self.runner.chunk
             # After a session's turn, chunks end elsewhere than in a run without it.
             if self.options.cache and is_full and not self.resumed:
-                seen = request.ids[: self.prefilled[row]]
+                seen = request.prompt.keys[: self.prefilled[row]]
                 self.options.cache.add(self.prefill_rows, row, seen)
             if self.prefilled[row] == len(request.ids):
                 self._begin(row, request)
@@ -222,7 +232,11 @@ class _Engine:
         state = dataclasses.replace(
             self.prefill_rows, length=self.runner.place_rows(seen.astype(np.int32))
         )
-        logits, self.prefill_rows = self.runner.advance(state, tokens, lengths)
+        given = [
+            own and own.piece(int(begin), int(begin + length))
+            for own, begin, length in zip(self.given, self.prefilled, lengths, strict=True)
+        ]
+        logits, self.prefill_rows = self.runner.advance(state, tokens, lengths, rows=given)
         jax.block_until_ready(logits)  # so that prefill is timed to its end
         # A new array: a device may still read the one that it was given.
         self.prefilled = self.prefilled + lengths
@@ -231,7 +245,7 @@ class _Engine:
         """A prompt is complete: it decodes from now on."""
         slot = self.schedule.begin(row)
         if not self.in_place:
-            self.complete[row] = request.ids
+            self.complete[row] = request.prompt.keys
             self.slots = self.runner.program.move_row(self.prefill_rows, row, self.slots, slot)
         if self.options.session:
             self.options.session.mark(self.slots, len(request.ids))

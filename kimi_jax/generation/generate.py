@@ -18,7 +18,7 @@ from .option_checks import RequestKeywords, per_prompt, request_options
 from .options import Options, described, make_options
 from .prefix_cache import PrefixCache
 from .prompts import Prompt, Prompts, TextRunner, as_list, encode
-from .requests import Request, RequestOptions, Usage
+from .requests import PromptIds, Request, RequestOptions, Usage
 from .session_state import SessionState
 
 STREAM_STEPS = 4  # decode steps on the devices between the events of a stream
@@ -89,7 +89,9 @@ def generate(
     **options: Unpack[RequestKeywords],
 ) -> list[Completion]:
     """Continue each prompt: a string, a list of strings, or lists of token ids (NumPy or JAX arrays
-    too); `n` `Completion`s each, in order. A result depends on its prompt, options and seed alone.
+    too), or, where the model has a vision tower, lists of parts with images: strings and
+    `{"type": "image", "image": ...}`. `n` `Completion`s each, in order. A result depends on its
+    prompt, options and seed alone.
 
     Invalid options and prompts raise `PromptError`, with every problem, before anything runs. A
     prompt that leaves no room for a reply, and logits that cannot be used, are the `error` of that
@@ -125,7 +127,7 @@ def generate(
             _tell_completions(running, on_completion)
     _tell_completions(running, on_completion)  # also of requests that could not run
     if session and not requests[0].error:
-        session.tokens = requests[0].ids + requests[0].tokens
+        session.hold(requests[0].prompt, requests[0].tokens)
     return [reply.completion() for reply in replies]
 
 
@@ -153,7 +155,7 @@ def stream(
 
 def start(
     model: TextRunner,
-    prompt: Prompt,
+    prompt: Prompt | PromptIds,
     options: Options,
     *,
     trip: int = STREAM_STEPS,
@@ -194,7 +196,7 @@ def _prepare(
 ) -> tuple[list[Request], RunOptions]:
     """The requests and the options of a run, equal on all processes, or one error on all."""
 
-    def read() -> list[tuple[int, list[int], RequestOptions]]:
+    def read() -> list[tuple[int, PromptIds, RequestOptions]]:
         problems = [
             f"{name} must be a whole number in 1..{MAX_SLOTS}, got {shown(value)}"
             for name, value in (("slots", slots), ("trip", trip))
@@ -203,22 +205,23 @@ def _prepare(
         given = prompts()
         _check_owners(model, cache, session, len(given), problems)
         is_sound = isinstance(session, SessionState) and not is_conversation
-        encoded = encode(model, given, session.tokens if is_sound else (), problems)
+        before = session.conversation if is_sound else PromptIds([])
+        encoded = encode(model, given, before, problems)
         each = request_options(options, model, len(given), problems)
         counts = _completions(n, len(given), session, problems)
         if problems:
             raise PromptError("\n".join(problems))
         return [
-            (prompt, ids, own.with_seed(k))
-            for prompt, (ids, own, count) in enumerate(zip(encoded, each, counts, strict=True))
+            (number, prompt, own.with_seed(k))
+            for number, (prompt, own, count) in enumerate(zip(encoded, each, counts, strict=True))
             for k in range(count)
         ]
 
     asked = together("a prompt or an option", read)
-    cached = (cache and cache.stats, session and session.tokens)
+    cached = (cache and cache.stats, session and session.conversation)
     agree("prompts and options", asked, slots, trip, cached)
     limit = session.max_length if session else model.config.max_positions
-    requests = [_request(prompt, ids, own, limit) for prompt, ids, own in asked]
+    requests = [_request(number, prompt, own, limit) for number, prompt, own in asked]
     run_options = RunOptions(int(slots), int(trip), cache, session)
     return requests, run_options if log is None else dataclasses.replace(run_options, log=log)
 
@@ -252,14 +255,14 @@ def _check_owners(
         problems.append(f"a session continues one prompt, got {count}")
 
 
-def _request(prompt: int, ids: list[int], options: RequestOptions, context: int) -> Request:
+def _request(number: int, prompt: PromptIds, options: RequestOptions, context: int) -> Request:
     """A request of a prompt, ended by an error where the context leaves no room."""
-    room = max(0, context - len(ids))
-    request = Request(ids, options, min(options.max_new_tokens, room))
+    room = max(0, context - len(prompt.ids))
+    request = Request(prompt, options, min(options.max_new_tokens, room))
     if not room:
         request.fail(
-            f"prompt {prompt} has {len(ids)} tokens: the context of {context} leaves no room for "
-            "a reply"
+            f"prompt {number} has {len(prompt.ids)} tokens: the context of {context} leaves no "
+            "room for a reply"
         )
     return request
 
@@ -345,20 +348,20 @@ def _events(
 ) -> Generator[Event, None, None]:
     """The events of a stream. A session holds the yielded tokens; after an error, those before."""
     session, reply, sent = options.session, _TextReply(request, model.tokenizer), 0
-    before = session.tokens if session else []
+    before = session.conversation if session else PromptIds([])
     with contextlib.closing(run(model, [request], options)) as reports:
         for _ in _feed(reports, [reply]):
             if request.error:
                 if session:
-                    session.tokens = before
+                    session.hold(before)
                 raise FloatingPointError(request.error)
             while sent < len(reply.pieces):
                 sent += 1
                 if session:
-                    session.tokens = [*request.ids, *request.tokens[:sent]]
+                    session.hold(request.prompt, request.tokens[:sent])
                 yield reply.event(sent)
     if session:
-        session.tokens = [*request.ids, *request.tokens]
+        session.hold(request.prompt, request.tokens)
     if request.stop_id is not None:
         yield Event(reply.rest, None, None, request.finish_reason, request.usage(sent))
 

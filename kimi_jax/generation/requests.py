@@ -1,9 +1,14 @@
-"""A request: one prompt, its options, and its reply so far. Token ids, no text."""
+"""A request: one prompt, its options, and its reply so far. Token ids and images, no text."""
 
 import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from ..compilation.function import running_seconds, waited_seconds
+from ..runtime.images.rows import PromptRows
 from ..runtime.sampling import Greedy, Sample, TokenLogprob
+from ..vision.patches import ImagePatches
 
 GREEDY = Greedy()
 
@@ -13,6 +18,7 @@ class Usage:
     """What one completion took: tokens, and seconds from its first chunk to its last token; others
     may have run at the same time. `cached_tokens` of the prompt came from an earlier state.
     `compile_seconds` were spent waiting for programs, and are in neither of the other two.
+    `image_tokens` of the prompt stand for rows of images.
     """
 
     prompt_tokens: int
@@ -21,6 +27,77 @@ class Usage:
     decode_seconds: float
     cached_tokens: int = 0
     compile_seconds: float = 0.0
+    image_tokens: int = 0
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PlacedImage:
+    """An image whose placeholders begin at position `first` of a prompt."""
+
+    first: int
+    image: ImagePatches
+
+    @property
+    def end(self) -> int:
+        """The position after its last placeholder."""
+        return self.first + self.image.rows
+
+    @property
+    def key(self) -> int:
+        """A negative number that is this image's alone: what stands for its placeholders where
+        prompts are compared. Equal ids are not equal rows.
+        """
+        return -1 - int.from_bytes(self.image.digest, "big")
+
+    def __repr__(self) -> str:
+        return f"PlacedImage({self.first}, {self.image.digest.hex()})"
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptIds:
+    """A prompt as the engine takes it."""
+
+    ids: list[int]
+    images: tuple[PlacedImage, ...] = ()  # in the order of their positions
+
+    def after(self, before: "PromptIds") -> "PromptIds":
+        """This prompt as the continuation of another."""
+        moved = (
+            PlacedImage(placed.first + len(before.ids), placed.image) for placed in self.images
+        )
+        return PromptIds([*before.ids, *self.ids], (*before.images, *moved))
+
+    @property
+    def keys(self) -> list[int]:
+        """What tells prompts apart token by token: ids, and for the placeholders of an image its
+        key.
+        """
+        if not self.images:
+            return self.ids
+        keys = list(self.ids)
+        for placed in self.images:
+            keys[placed.first : placed.end] = [placed.key] * placed.image.rows
+        return keys
+
+    @property
+    def image_tokens(self) -> int:
+        """Tokens that stand for rows of images."""
+        return sum(placed.image.rows for placed in self.images)
+
+
+def rows_of(
+    images: Sequence[PlacedImage], seen: int, encode: Callable[[Sequence[ImagePatches]], list]
+) -> PromptRows | None:
+    """The rows of the images that end after the first `seen` tokens of their prompt, each image
+    encoded once; None where there are none.
+    """
+    left = [placed for placed in images if placed.end > seen]
+    if not left:
+        return None
+    distinct = {placed.key: placed.image for placed in left}
+    rows = dict(zip(distinct, encode(list(distinct.values())), strict=True))
+    positions = [np.arange(placed.first, placed.end, dtype=np.int32) for placed in left]
+    return PromptRows(np.concatenate(positions), np.concatenate([rows[p.key] for p in left]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +128,7 @@ class Request:
     which).
     """
 
-    ids: list[int]
+    prompt: PromptIds
     options: RequestOptions
     limit: int  # most tokens of the reply
     tokens: list[int] = dataclasses.field(default_factory=list)
@@ -66,6 +143,11 @@ class Request:
     ended_at: float = 0.0
     compiled_before: float = 0.0  # seconds that had been waited for programs when it started
     compiled_after: float = 0.0  # and when it ended
+
+    @property
+    def ids(self) -> list[int]:
+        """The prompt's."""
+        return self.prompt.ids
 
     def start(self) -> None:
         """Its first chunk begins."""
@@ -113,4 +195,5 @@ class Request:
         decode = max(0.0, until - self.prefilled_at) if self.prefilled_at else 0.0
         waited = (self.compiled_after or waited_seconds()) - self.compiled_before
         compiled = max(0.0, waited) if self.started_at else 0.0
-        return Usage(len(self.ids), count, prefill, decode, self.cached, compiled)
+        images = self.prompt.image_tokens
+        return Usage(len(self.ids), count, prefill, decode, self.cached, compiled, images)

@@ -16,6 +16,7 @@ from ..model.state import State
 from ..numerics import is_whole
 from ..parallel.processes import to_host
 from ..runtime.runner import Runner
+from .requests import PlacedImage, PromptIds
 
 ROOM = 2048  # tokens that a session has room for at first
 
@@ -35,16 +36,27 @@ class SessionState:
         self.model = model
         self.max_length = max_length or limit
         self.tokens: list[int] = []  # the conversation so far
+        self.images: tuple[PlacedImage, ...] = ()  # that stand in it
         self._fixed = max_length is not None
         self._state: State | None = None
-        self._seen: list[int] = []  # the ids that the state has seen
+        self._seen: list[int] = []  # what the state has seen, as `PromptIds.keys`
         self._marks: list[tuple[int, State]] = []  # where prompts ended: (length, state)
         self._turn: Any = None
 
     def reset(self) -> None:
         """Forget the conversation; its buffers stay for the next one."""
         self.end_turn()
-        self.tokens, self._seen, self._marks = [], [], []
+        self.hold(PromptIds([]))
+        self._seen, self._marks = [], []
+
+    @property
+    def conversation(self) -> PromptIds:
+        """The conversation so far, as a prompt."""
+        return PromptIds(self.tokens, self.images)
+
+    def hold(self, prompt: PromptIds, reply: Sequence[int] = ()) -> None:
+        """The conversation is this prompt and what was replied to it."""
+        self.tokens, self.images = [*prompt.ids, *reply], prompt.images
 
     def end_turn(self, follow: Any = None) -> None:
         """Close the stream of the turn that runs, if any; `follow` is the next one's."""
@@ -57,9 +69,9 @@ class SessionState:
         is_same = self.model.program is model.program and self.model.params is model.params
         return None if is_same else "the session is of another model"
 
-    def resume(self, ids: Sequence[int], length: int) -> tuple[State, int]:
-        """The state for a prompt of `ids`, with room for `length` tokens, and how many of the ids
-        it has seen. It is the engine's until `keep`. Where it is refused, nothing has changed.
+    def resume(self, keys: Sequence[int], length: int) -> tuple[State, int]:
+        """The state for a prompt of `keys`, with room for `length` tokens, and how many of them it
+        has seen. It is the engine's until `keep`. Where it is refused, nothing has changed.
         """
         state, marks, seen = self._state, self._marks, self._seen
         if state is None:
@@ -69,7 +81,7 @@ class SessionState:
             state = self._grown(state, self.room(length))
         # Nothing has changed so far: the devices may have no room for the state.
         self._state, self._marks, self._seen = None, marks, []
-        shared = _shared(seen, ids)
+        shared = _shared(seen, keys)
         if shared < len(seen):
             state, shared = self._return(state, shared)
         begins = np.zeros(len(state.length), np.int32)
@@ -82,12 +94,12 @@ class SessionState:
         """
         self._marks = [*self._marks[-1:], (length, self.model.program.copy_row(state, 0, 0, 0))]
 
-    def keep(self, state: State, ids: Sequence[int]) -> None:
-        """Take the state back, unless a step that was broken off has consumed it; `ids` begin with
+    def keep(self, state: State, keys: Sequence[int]) -> None:
+        """Take the state back, unless a step that was broken off has consumed it; `keys` begin with
         what it has seen.
         """
         if not any(x.is_deleted() for x in jax.tree.leaves(state)):
-            self._state, self._seen = state, list(ids[: int(to_host(state.length)[0])])
+            self._state, self._seen = state, list(keys[: int(to_host(state.length)[0])])
 
     def _return(self, state: State, shared: int) -> tuple[State, int]:
         """Back to the last mark within the first `shared` tokens, or to an empty state."""

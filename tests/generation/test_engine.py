@@ -20,7 +20,7 @@ import kimi_jax as kj
 from kimi_jax.api import Model
 from kimi_jax.generation import engine
 from kimi_jax.generation import generate as g
-from kimi_jax.generation.requests import Request, RequestOptions
+from kimi_jax.generation.requests import PromptIds, Request, RequestOptions
 
 # Selected keys between layers of KDA; every size over 8 ranks.
 CONFIG = dataclasses.replace(MESHED, mla_layers=(1,), max_positions=2048)
@@ -175,7 +175,7 @@ def test_requests_that_fail_leave_all_others_as_they_are(placed):
 
 
 def request_of(prompt, limit):
-    return Request(prompt, RequestOptions(), limit)
+    return Request(PromptIds(prompt), RequestOptions(), limit)
 
 
 def test_running_requests_advance_after_every_chunk_of_a_long_prompt(placed, fresh):

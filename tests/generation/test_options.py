@@ -12,6 +12,7 @@ from kimi_jax.generation import chat, prompts
 from kimi_jax.generation import generate as g
 from kimi_jax.generation.option_checks import RequestKeywords, of_one_prompt
 from kimi_jax.generation.options import Options, option_help
+from kimi_jax.generation.requests import PromptIds
 
 SAMPLING = dict(max_new_tokens=6, stop_tokens=[])
 
@@ -75,7 +76,7 @@ def test_options_of_the_wrong_type_are_named_at_once(model):
     with pytest.raises(kj.PromptError, match="prompts must be"):
         prompts.as_list(7)
     problems = []
-    prompts.encode(model, [b"x"], [], problems)
+    prompts.encode(model, [b"x"], PromptIds([]), problems)
     assert problems == ["prompt 0 must be text or token ids, got b'x'"]
 
 

@@ -57,8 +57,7 @@ class ImageEncoder:
 
         Raises one `RequestError` with every entry that the tower does not take.
         """
-        problems = [p for i, image in enumerate(images) for p in _problems(self.config, i, image)]
-        if problems:
+        if problems := self.problems(images):
             raise RequestError("\n".join(problems))
         agree("images", *(image.digest for image in images))
         alike: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
@@ -75,6 +74,10 @@ class ImageEncoder:
                     for at, i in enumerate(group)
                 }
         return [encoded[i] for i in range(len(images))]
+
+    def problems(self, images: Sequence[ImagePatches]) -> list[str]:
+        """Why the tower does not take images, a line each."""
+        return [p for i, image in enumerate(images) for p in _problems(self.config, i, image)]
 
     def _encode(self, images: Sequence[ImagePatches], frames: int, L: int) -> np.ndarray:
         """The rows [devices, L / 4, D] of at most as many images as there are devices, which share
