@@ -7,7 +7,7 @@ import chats
 import numpy as np
 import pytest
 
-from kimi_jax.checkpoint import random_tensors, random_vision_tensors, save_hf
+from kimi_jax.checkpoint import random_tensors, save_hf
 from kimi_jax.checkpoint.reader import Checkpoint
 from kimi_jax.checkpoint.vision_names import vision_table
 from kimi_jax.config.config import Config
@@ -65,7 +65,7 @@ PREPROCESSOR = {
 
 def write_seeing(folder) -> str:
     """A checkpoint folder of SEEING and its tower."""
-    tensors = random_tensors(SEEING, seed=3) | random_vision_tensors(TOWER, seed=4)
+    tensors = random_tensors(SEEING, seed=3, vision=TOWER)
     save_hf(folder, SEEING.to_hf() | TOWER.to_hf(), tensors)
     write_tokenizer(folder, chats.RANKS, chats.SPECIAL | MEDIA)
     (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))

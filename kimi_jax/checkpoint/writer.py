@@ -197,14 +197,6 @@ def random_tensors(
     return to_hf(config, weights, root, vision)
 
 
-def random_vision_tensors(config: VisionConfig, seed: int) -> Tensors:
-    """Random weights of a vision tower and projector under their released names."""
-    return {
-        weight.source: _random(weight, seed, 1.0).astype(np.dtype(weight.storage.dtype))
-        for weight in vision_table(config)
-    }
-
-
 def _random(weight: Weight, seed: int, scale: float) -> np.ndarray:
     rng = np.random.default_rng([seed, zlib.crc32(weight.name.encode())])
     draw = next(draw for pattern, draw in _DRAWS if re.search(f"{pattern}$", weight.name))

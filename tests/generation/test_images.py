@@ -102,16 +102,16 @@ def data_url(pixels):
 def test_a_prefix_cache_tells_pictures_of_one_size_apart(model):
     cache = kj.PrefixCache(model, bytes=10**8)
 
-    def run(image):
+    def cold(image, **options):
         prompt = ["a message says role and tool ", part(image), " get_weather"]
-        return model.generate([prompt], prefix_cache=cache, **OPTIONS)[0]
+        return model.generate([prompt], **options, **OPTIONS)[0]
 
-    cold = model.generate([["a message says role and tool ", part(A), " get_weather"]], **OPTIONS)[
-        0
-    ]
+    def run(image):
+        return cold(image, prefix_cache=cache)
+
     first, again, other = run(A), run(A), run(B)
-    assert first.usage.cached_tokens == 0 and same(first, cold)
-    assert again.usage.cached_tokens == 48 and same(again, cold)
+    assert first.usage.cached_tokens == 0 and same(first, cold(A))
+    assert again.usage.cached_tokens == 48 and same(again, cold(A))
     before = prefix_length(model, "a message says role and tool ")
     assert other.usage.cached_tokens <= before  # nothing past the first placeholder
     assert same(other, cold(B))
