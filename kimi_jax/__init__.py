@@ -17,6 +17,7 @@ The path of a prompt, each arrow one call to jump into:
     decode        n steps a call: Program.decode_steps -> Kimi.head_logits -> sample -> Kimi
     the model     Kimi -> Stack -> Layer [mix -> KDA | MLA -> mix -> MLP | MoE] -> mix -> norm
     ids to text   TextBuilder, a token at a time
+    an image      Model.encode_images -> ImageEncoder -> Encoder [Tower -> merge -> Projector]
 
 `Program.step` and `Program.decode_steps` are the compiled functions: jit of a shard_map.
 """
@@ -49,6 +50,7 @@ _MODULES = {  # public name: the module that holds it
     "PrefixCache": "generation.prefix_cache",
     "Preprocessor": "config.preprocessor",
     "PromptError": "errors",
+    "PromptRows": "runtime.images.rows",
     "Reply": "generation.chat",
     "RequestError": "errors",
     "SHIPPED": "files",
@@ -63,6 +65,7 @@ _MODULES = {  # public name: the module that holds it
     "ToolCall": "text.tool_calls",
     "Usage": "generation.requests",
     "Verified": "speculation.verify",
+    "VisionConfig": "config.vision",
     "command_buffer_flags": "parallel.reductions",
     "copy_engine_flags": "parallel.reductions",
     "image_patches": "vision.pixels",

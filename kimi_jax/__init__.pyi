@@ -5,6 +5,7 @@ from .api import Model as Model
 from .api import load as load
 from .config.config import Config as Config
 from .config.preprocessor import Preprocessor as Preprocessor
+from .config.vision import VisionConfig as VisionConfig
 from .errors import ChatError as ChatError
 from .errors import CheckpointError as CheckpointError
 from .errors import ConfigError as ConfigError
@@ -31,6 +32,7 @@ from .parallel.mesh import make_mesh as make_mesh
 from .parallel.placement import Placement as Placement
 from .parallel.reductions import command_buffer_flags as command_buffer_flags
 from .parallel.reductions import copy_engine_flags as copy_engine_flags
+from .runtime.images.rows import PromptRows as PromptRows
 from .runtime.memory import Plan as Plan
 from .runtime.memory import plan as plan
 from .runtime.reshard import load_state as load_state

@@ -162,5 +162,7 @@ def _problems(config: VisionConfig, number: int, image: ImagePatches) -> Iterabl
     elif given != (frames * rows * columns, 3, p, p):
         expected = (frames * rows * columns, 3, p, p)
         yield f"image {number}: patches of shape {given}, the grid and the tower say {expected}"
+    elif image.rows != rows * columns // MERGE**2:
+        yield f"image {number}: {image.rows} rows, its grid gives {rows * columns // MERGE**2}"
     if frames > config.most_frames:
         yield f"image {number}: {frames} frames, the tower takes at most {config.most_frames}"
