@@ -28,6 +28,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _MODULES = {  # public name: the module that holds it
+    "Acceptance": "generation.requests",
     "CacheStats": "generation.prefix_cache",
     "ChatError": "errors",
     "ChatEvent": "text.reply_parser",
@@ -37,6 +38,7 @@ _MODULES = {  # public name: the module that holds it
     "Config": "config.config",
     "ConfigError": "errors",
     "DEFINITIONS": "model.implementations",
+    "Drafter": "speculation.drafter",
     "Event": "generation.generate",
     "FileError": "errors",
     "Greedy": "runtime.sampling",
@@ -51,6 +53,7 @@ _MODULES = {  # public name: the module that holds it
     "Preprocessor": "config.preprocessor",
     "PromptError": "errors",
     "PromptRows": "runtime.images.rows",
+    "Proposal": "speculation.drafter",
     "Reply": "generation.chat",
     "RequestError": "errors",
     "SHIPPED": "files",

@@ -22,6 +22,7 @@ from .generation.generate import Completion as Completion
 from .generation.generate import Event as Event
 from .generation.prefix_cache import CacheStats as CacheStats
 from .generation.prefix_cache import PrefixCache as PrefixCache
+from .generation.requests import Acceptance as Acceptance
 from .generation.requests import Usage as Usage
 from .generation.sessions import Session as Session
 from .model.implementations import DEFINITIONS as DEFINITIONS
@@ -40,6 +41,8 @@ from .runtime.reshard import move as move
 from .runtime.sampling import Greedy as Greedy
 from .runtime.sampling import Sample as Sample
 from .runtime.sampling import TokenLogprob as TokenLogprob
+from .speculation.drafter import Drafter as Drafter
+from .speculation.drafter import Proposal as Proposal
 from .speculation.verify import Verified as Verified
 from .text.reply_parser import ChatEvent as ChatEvent
 from .text.tokenizer import Tokenizer as Tokenizer

@@ -16,6 +16,7 @@ from ..runtime.images.rows import PromptRows
 from ..runtime.program import state_maker
 from ..runtime.runner import prepare_prefill
 from ..runtime.sampling import TokenLogprob
+from ..speculation.rounds import Drafting, Rounds
 from .batch import Batch, power_of_two
 from .prefix_cache import PrefixCache
 from .prompts import TextRunner
@@ -25,6 +26,7 @@ from .session_state import SessionState
 
 SLOTS = 8  # requests that decode together
 STEPS_PER_CALL = 8  # decode steps on the devices before the host sees the tokens
+NO_TOKEN = -1
 MIN_CAPACITY = 128  # least tokens that a state has room for
 
 
@@ -62,6 +64,7 @@ class RunOptions:
     steps_per_call: int = STEPS_PER_CALL
     cache: PrefixCache | None = None
     session: SessionState | None = None  # of the only request
+    drafting: Drafting | None = None
     log: Callable[[str], None] = lambda line: None
 
 
@@ -120,8 +123,11 @@ class _Engine:
         self.given: list[PromptRows | None] = [None] * rows  # of images, by prefill row
         self.in_place, self.resumed = slots == rows, 0
         length = max(len(requests[i].ids) + requests[i].limit for i in waiting)
-        self.slots = self._new_slots(slots, rows, length)
+        self.slots, drafted = self._new_slots(slots, rows, length)
         capacity = self.slots.max_length
+        self.rounds = options.drafting and Rounds(
+            runner, options.drafting, slots, rows, drafted, capacity
+        )
         self._prefill_rows = self.slots if self.in_place else runner.new_state(rows, capacity)
         self.batch = Batch(
             [requests[i].options for i in waiting],
@@ -130,7 +136,8 @@ class _Engine:
             options.steps_per_call,
             runner.place_rows,
         )
-        self._prepare(rows, [requests[i].ids for i in waiting])
+        if not self.rounds:
+            self._prepare(rows, [requests[i].ids for i in waiting])
 
     def _prepare(self, rows: int, prompts: Sequence[Sequence[int]]) -> None:
         """Compile in the background what this run will need: several programs at a time."""
@@ -139,16 +146,19 @@ class _Engine:
         if is_fresh and rows == 1:
             prepare_prefill(runner, self.prefill_rows, map(len, prompts))
 
-    def _new_slots(self, slots: int, prefill_rows: int, length: int) -> State:
-        """The state of the decode slots: a session's, or an empty one."""
-        if self.options.session:
+    def _new_slots(self, slots: int, prefill_rows: int, length: int) -> tuple[State, Any]:
+        """The state of the decode slots, and the drafter's that a session kept with it."""
+        if session := self.options.session:
             (request,) = self.requests
-            state, self.resumed = self.options.session.resume(request.prompt.keys, length)
-            return state
+            drafting = self.options.drafting
+            state, self.resumed, drafted = session.resume(
+                request.prompt.keys, length, drafting and drafting.drafter
+            )
+            return state, drafted
         room = capacity(length, self.runner.config.max_positions)
         if not self.in_place:  # both states together
             self.runner.program.refuse_what_exceeds(slots + prefill_rows, room)
-        return self.runner.new_state(slots, room)
+        return self.runner.new_state(slots, room), None
 
     @property
     def prefill_rows(self) -> State:
@@ -181,8 +191,9 @@ class _Engine:
         request = self.requests[0]
         if self.options.session and request.finish_reason != "error":
             pending = [] if self.pending is None else to_host(self.pending[0])[:, 0].tolist()
-            keys = request.prompt.keys
-            self.options.session.keep(self.slots, keys + request.sampled + pending)
+            drafted = self.rounds and (self.rounds.drafting.drafter, self.rounds.slots)
+            seen = request.prompt.keys + request.sampled + pending
+            self.options.session.keep(self.slots, seen, drafted)
 
     def _admit(self, row: int, number: int) -> int:
         """A request enters a prefill row, with what is cached of its prompt."""
@@ -192,8 +203,10 @@ class _Engine:
         if self.complete.pop(row, None) == keys:  # another completion of the same prompt
             cached = len(request.ids)
         elif self.options.cache and not cached:
-            state, cached = self.options.cache.restore(self.prefill_rows, row, keys)
+            state, cached = self.options.cache.restore(self.prefill_rows, row, keys, self.rounds)
             self.prefill_rows = state
+        if self.rounds:
+            self.rounds.restore(row, 0, request.ids[:cached], None)
         is_row = np.arange(len(self.prefilled)) == row
         self.prefilled = np.where(is_row, cached, self.prefilled)
         request.cached = cached
@@ -218,7 +231,7 @@ class _Engine:
             # After a session's turn, chunks end elsewhere than in a run without it.
             if self.options.cache and is_full and not self.resumed:
                 seen = request.prompt.keys[: self.prefilled[row]]
-                self.options.cache.add(self.prefill_rows, row, seen)
+                self.options.cache.add(self.prefill_rows, row, seen, self.rounds)
             if self.prefilled[row] == len(request.ids):
                 self._begin(row, request)
         return int(lengths.sum())
@@ -232,12 +245,12 @@ class _Engine:
         state = dataclasses.replace(
             self.prefill_rows, length=self.runner.place_rows(seen.astype(np.int32))
         )
-        given = [
-            own and own.piece(int(begin), int(begin + length))
-            for own, begin, length in zip(self.given, self.prefilled, lengths, strict=True)
-        ]
-        logits, self.prefill_rows = self.runner.advance(state, tokens, lengths, rows=given)
-        jax.block_until_ready(logits)  # so that prefill is timed to its end
+        given = _pieces(self.given, self.prefilled, lengths)
+        if self.rounds:
+            self.prefill_rows = self.rounds.prefill(state, tokens, seen, lengths, given)
+        else:
+            _, self.prefill_rows = self.runner.advance(state, tokens, lengths, rows=given)
+        jax.block_until_ready(self.prefill_rows.hidden)  # so that prefill is timed to its end
         # A new array: a device may still read the one that it was given.
         self.prefilled = self.prefilled + lengths
 
@@ -247,33 +260,40 @@ class _Engine:
         if not self.in_place:
             self.complete[row] = request.prompt.keys
             self.slots = self.runner.program.move_row(self.prefill_rows, row, self.slots, slot)
+            if self.rounds:
+                self.rounds.move(row, slot, len(request.ids))
         if self.options.session:
             self.options.session.mark(self.slots, len(request.ids))
         request.prefilled_at = running_seconds()
 
     def _decode(self) -> Iterator[Sampled]:
-        """Multi-step decode for all slots: the tokens that it sampled."""
+        """Multi-step decode for all slots, or a round of drafts: the tokens that it sampled."""
         decoding = {slot: self.requests[n] for slot, n in self.schedule.decoding.items()}
+        if self.rounds:
+            return self._draft(self.rounds, decoding)
         most = max(request.remaining for request in decoding.values())
         # One step a call while slots can still be filled.
         steps = 1 if self.schedule.is_filling else min(self.options.steps_per_call, most)
         self.pending, self.slots = self.runner.program.decode_steps(
             self.runner.params, self.slots, self.batch.rows(decoding), steps
         )
-        ids, usable, chosen, best_ids, best = map(to_host, self.pending)
-        for slot, request in decoding.items():
-            request.sampled += ids[:steps, slot].tolist()
+        sampled = tuple(map(to_host, self.pending))
+        tokens = _tokens_of(decoding, sampled, np.full(len(self.slots.length), steps))
         self.pending = None
-        for slot, request in decoding.items():
-            top = request.options.top_logprobs
-            for step in range(steps):
-                at, token = (step, slot), int(ids[step, slot])
-                pairs = zip(best_ids[at][:top].tolist(), best[at][:top].tolist(), strict=True)
-                logprob = TokenLogprob(token, float(chosen[at]), tuple(pairs))
-                if request.add(token, bool(usable[at]), logprob):
-                    yield Sampled(request, token, logprob)
-                if request.finish_reason:
-                    break
+        return tokens
+
+    def _draft(self, rounds: Rounds, decoding: Mapping[int, Request]) -> Iterator[Sampled]:
+        """The first tokens of requests that have none yet, or a round of all slots."""
+        rows, newest = self.batch.rows(decoding), _newest(decoding, len(self.slots.length))
+        is_new = newest == NO_TOKEN
+        if is_new.any():
+            done = rounds.first(self.slots, rows, is_new)
+        else:
+            starts, limits = _limits(decoding, self.slots.max_length, rounds.drafting.count, newest)
+            done, self.slots = rounds.run(self.slots, rows, newest, starts, limits)
+            for slot, request in decoding.items():
+                request.rounds.append((int(done.drafts[slot]), int(done.count[slot]) - 1))
+        return _tokens_of(decoding, done.sampled, done.count)
 
     def _free_slots(self) -> None:
         """Free the slots of requests that have ended."""
@@ -281,10 +301,79 @@ class _Engine:
             request = self.requests[number]
             if request.finish_reason:
                 self.schedule.end(slot)
-                usage = request.usage(len(request.tokens))
-                self.options.log(
-                    f"request {number}: {request.finish_reason} after {usage.generated_tokens} "
-                    f"tokens, prefill {usage.prefill_seconds:.2f} s, "
-                    f"decode {usage.decode_seconds:.2f} s, "
-                    f"compiling {usage.compile_seconds:.2f} s"
-                )
+                self.options.log(_ended(number, request))
+
+
+def _ended(number: int, request: Request) -> str:
+    """A line of the log about a request that has ended."""
+    usage = request.usage(len(request.tokens))
+    return (
+        f"request {number}: {request.finish_reason} after {usage.generated_tokens} tokens, "
+        f"prefill {usage.prefill_seconds:.2f} s, decode {usage.decode_seconds:.2f} s, "
+        f"compiling {usage.compile_seconds:.2f} s"
+    )
+
+
+def _pieces(
+    given: Sequence[PromptRows | None], begins: np.ndarray, lengths: np.ndarray
+) -> list[PromptRows | None]:
+    """The rows of images in each prompt's next chunk."""
+    return [
+        own and own.piece(int(begin), int(begin + length))
+        for own, begin, length in zip(given, begins, lengths, strict=True)
+    ]
+
+
+def _newest(decoding: Mapping[int, Request], B: int) -> np.ndarray:
+    """The newest token of each slot's text, `NO_TOKEN` before the first; 0 where no request
+    decodes.
+    """
+    newest = np.zeros(B, np.int32)
+    for slot, request in decoding.items():
+        newest[slot] = request.tokens[-1] if request.tokens else NO_TOKEN
+    return newest
+
+
+def _limits(
+    decoding: Mapping[int, Request], max_length: int, most: int, newest: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Where the newest token of each slot's text stands, and how many drafts may follow it: those
+    that its reply and the state have room for; -1 where no request decodes.
+    """
+    starts, limits = np.zeros_like(newest), np.full_like(newest, -1)
+    for slot, request in decoding.items():
+        starts[slot] = len(request.ids) + len(request.tokens) - 1
+        limits[slot] = min(most, request.remaining - 1, max_length - 1 - starts[slot])
+    return starts, limits
+
+
+def _tokens_of(
+    decoding: Mapping[int, Request], sampled: Sequence[np.ndarray], count: np.ndarray
+) -> Iterator[Sampled]:
+    """Give requests the first `count[slot]` tokens that a call sampled for each; then, one by one,
+    those that become part of a reply.
+    """
+    for slot, request in decoding.items():
+        request.sampled += sampled[0][: count[slot], slot].tolist()
+    return _added(decoding, count, *sampled)
+
+
+def _added(
+    decoding: Mapping[int, Request],
+    count: np.ndarray,
+    ids: np.ndarray,
+    usable: np.ndarray,
+    chosen: np.ndarray,
+    best_ids: np.ndarray,
+    best: np.ndarray,
+) -> Iterator[Sampled]:
+    for slot, request in decoding.items():
+        top = request.options.top_logprobs
+        for step in range(count[slot]):
+            at, token = (step, slot), int(ids[step, slot])
+            pairs = zip(best_ids[at][:top].tolist(), best[at][:top].tolist(), strict=True)
+            logprob = TokenLogprob(token, float(chosen[at]), tuple(pairs))
+            if request.add(token, bool(usable[at]), logprob):
+                yield Sampled(request, token, logprob)
+            if request.finish_reason:
+                break

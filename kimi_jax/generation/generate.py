@@ -7,10 +7,12 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from typing import Any, Unpack
 
 from ..errors import PromptError, shown
-from ..numerics import is_whole
+from ..numerics import is_number, is_whole
 from ..parallel.processes import agree, together
 from ..progress import Progress
 from ..runtime.sampling import TokenLogprob
+from ..speculation.drafter import Drafter
+from ..speculation.rounds import Drafting
 from ..text.stops import TextBuilder
 from ..text.tokenizer import Tokenizer
 from .engine import SLOTS, STEPS_PER_CALL, Report, RunOptions, run
@@ -18,7 +20,7 @@ from .option_checks import RequestKeywords, per_prompt, request_options
 from .options import Options, described, make_options
 from .prefix_cache import PrefixCache
 from .prompts import Prompt, Prompts, TextRunner, as_list, encode
-from .requests import PromptIds, Request, RequestOptions, Usage
+from .requests import Acceptance, PromptIds, Request, RequestOptions, Usage
 from .session_state import SessionState
 
 STREAM_STEPS = 4  # decode steps on the devices between the events of a stream
@@ -31,6 +33,9 @@ class StreamKeywords(RequestKeywords, total=False):
 
     trip: int
     prefix_cache: PrefixCache | None
+    draft: Drafter | None
+    drafts: int | None
+    draft_threshold: float
 
 
 class GenerateKeywords(StreamKeywords, total=False):
@@ -43,6 +48,7 @@ class GenerateKeywords(StreamKeywords, total=False):
 
 
 NO_USAGE = Usage(0, 0, 0.0, 0.0)
+NO_DRAFT = (None, None, 0.0)  # draft, drafts, draft_threshold
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +64,7 @@ class Completion:
     logprobs: list[TokenLogprob] | None
     usage: Usage
     error: str | None = None
+    acceptance: Acceptance | None = None  # of drafts, where there were any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +90,9 @@ def generate(
     trip: int = STEPS_PER_CALL,
     prefix_cache: PrefixCache | None = None,
     session: SessionState | None = None,
+    draft: Drafter | None = None,
+    drafts: int | None = None,
+    draft_threshold: float = 0.0,
     progress: bool | None = None,
     verbose: bool = False,
     on_completion: Callable[[int, Completion], None] | None = None,
@@ -102,9 +112,16 @@ def generate(
     - `n`: completions of each prompt, 1 to 1024, one after another; completion k is the one that
       the prompt has with `seed` + k. A prompt is prefilled once where slots allow.
     - `slots`: prompts that decode together, 1 to 256; one that ends makes room for the next.
-    - `trip`: multi-step decode, 1 to 256 steps on the devices before the host sees their tokens.
+    - `trip`: multi-step decode, 1 to 256 steps on the devices before the host sees their tokens;
+      rounds of drafts are seen one by one.
     - `prefix_cache`: a `PrefixCache`: cached prefixes are restored, new ones are added.
     - `session`: a `Session` that the one prompt continues.
+    - `draft`: a drafter, whose proposals are verified several tokens a step. Tokens are those
+      without it, but for near ties of rounded logits, whatever it drafts; `Completion.acceptance`
+      says what became of its drafts.
+    - `drafts`: most drafts a round; None: as many as the drafter proposes.
+    - `draft_threshold`: a round ends before the first draft of which the drafter is less confident,
+      0 to 1.
     - `progress`: show a bar; None: on a terminal, after a second.
     - `verbose`: print a line for each prompt that begins or ends, on standard error.
     - `on_completion`: called with the number of a completion and the completion when it ends.
@@ -113,7 +130,7 @@ def generate(
     common = make_options(options, "generate", GenerateKeywords.__annotations__.keys() | {"n"})
     requests, run_options = _prepare(
         model, lambda: as_list(prompts), common, n=n, slots=slots, trip=trip,
-        cache=prefix_cache, session=session, log=log,
+        cache=prefix_cache, session=session, drafting=(draft, drafts, draft_threshold), log=log,
     )  # fmt: skip
     if session and not requests[0].error:
         session.end_turn()
@@ -139,17 +156,23 @@ def stream(
     trip: int = STREAM_STEPS,
     prefix_cache: PrefixCache | None = None,
     session: SessionState | None = None,
+    draft: Drafter | None = None,
+    drafts: int | None = None,
+    draft_threshold: float = 0.0,
     **options: Unpack[RequestKeywords],
 ) -> Iterator[Event]:
     """Continue one prompt, yielding an `Event` per token, in groups of up to `trip`; the texts
     joined are `generate`'s text. Closing the iterator ends it.
 
-    `trip`, `prefix_cache` and `session` as in `generate`. What cannot run, also a prompt over the
-    context, raises `PromptError` at once, a model whose logits cannot be used (NaN)
+    `trip`, `prefix_cache`, `session` and drafts as in `generate`. What cannot run, also a prompt
+    over the context, raises `PromptError` at once, a model whose logits cannot be used (NaN)
     `FloatingPointError`.
     """
     common = make_options(options, "stream", StreamKeywords.__annotations__.keys())
-    _, events = start(model, prompt, common, trip=trip, cache=prefix_cache, session=session)
+    drafting = (draft, drafts, draft_threshold)
+    _, events = start(
+        model, prompt, common, trip=trip, cache=prefix_cache, session=session, drafting=drafting
+    )
     return events
 
 
@@ -161,6 +184,7 @@ def start(
     trip: int = STREAM_STEPS,
     cache: PrefixCache | None = None,
     session: SessionState | None = None,
+    drafting: tuple[Any, Any, Any] = NO_DRAFT,
     is_conversation: bool = False,
 ) -> tuple[Request, Iterator[Event]]:
     """The request of `stream`, and its events; with `is_conversation` the prompt is the
@@ -168,7 +192,7 @@ def start(
     """
     (request,), run_options = _prepare(
         model, lambda: [prompt], options, slots=1, trip=trip, cache=cache, session=session,
-        is_conversation=is_conversation,
+        drafting=drafting, is_conversation=is_conversation,
     )  # fmt: skip
     if request.error:
         raise PromptError(request.error)
@@ -191,6 +215,7 @@ def _prepare(
     trip: Any,
     cache: Any,
     session: Any,
+    drafting: tuple[Any, Any, Any],
     log: Callable[[str], None] | None = None,
     is_conversation: bool = False,
 ) -> tuple[list[Request], RunOptions]:
@@ -203,7 +228,8 @@ def _prepare(
             if not is_whole(value, 1, MAX_SLOTS)
         ]
         given = prompts()
-        _check_owners(model, cache, session, len(given), problems)
+        drafts = _drafting(*drafting, problems)
+        _check_owners(model, cache, session, drafts, len(given), problems)
         is_sound = isinstance(session, SessionState) and not is_conversation
         before = session.conversation if is_sound else PromptIds([])
         encoded = encode(model, given, before, problems)
@@ -219,10 +245,10 @@ def _prepare(
 
     asked = together("a prompt or an option", read)
     cached = (cache and cache.stats, session and session.conversation)
-    agree("prompts and options", asked, slots, trip, cached)
+    agree("prompts and options", asked, slots, trip, cached, drafting[1:])
     limit = session.max_length if session else model.config.max_positions
     requests = [_request(number, prompt, own, limit) for number, prompt, own in asked]
-    run_options = RunOptions(int(slots), int(trip), cache, session)
+    run_options = RunOptions(int(slots), int(trip), cache, session, _drafting(*drafting, []))
     return requests, run_options if log is None else dataclasses.replace(run_options, log=log)
 
 
@@ -239,17 +265,42 @@ def _completions(n: Any, count: int, session: Any, problems: list[str]) -> list[
     return [int(value) if is_whole(value, 1) else 1 for value in values]
 
 
+def _drafting(draft: Any, drafts: Any, threshold: Any, problems: list[str]) -> Drafting | None:
+    """The checked options of drafts; anything where there are problems."""
+    if draft is None:
+        problems += ["drafts= is for a draft: give one with draft="] * (drafts is not None)
+        problems += ["draft_threshold= is for a draft: give one with draft="] * (threshold != 0)
+        return None
+    found = []
+    if not isinstance(draft, Drafter):
+        found.append(f"draft must be a Drafter, got {shown(draft)}")
+    elif drafts is not None and not is_whole(drafts, 1, draft.most):
+        found.append(f"drafts must be a whole number in 1..{draft.most}, got {shown(drafts)}")
+    if not (is_number(threshold) and 0 <= threshold <= 1):
+        found.append(f"draft_threshold must lie in 0..1, got {shown(threshold)}")
+    problems += found
+    if found:
+        return None
+    return Drafting(draft, draft.most if drafts is None else int(drafts), float(threshold))
+
+
 def _check_owners(
-    model: TextRunner, cache: Any, session: Any, count: int, problems: list[str]
+    model: TextRunner,
+    cache: Any,
+    session: Any,
+    drafting: Drafting | None,
+    count: int,
+    problems: list[str],
 ) -> None:
     """Problems of a cache or a session of another model, or of another type."""
+    draft = drafting and drafting.drafter
     for name, kind, owner in (
         ("PrefixCache", PrefixCache, cache), ("Session", SessionState, session)
     ):  # fmt: skip
         argument = "prefix_cache" if kind is PrefixCache else "session"
         if owner is not None and not isinstance(owner, kind):
             problems.append(f"{argument} must be a {name}, got {shown(owner)}")
-        elif owner is not None and (problem := owner.problem_with(model)):
+        elif owner is not None and (problem := owner.problem_with(model, draft)):
             problems.append(problem)
     if session is not None and count != 1:
         problems.append(f"a session continues one prompt, got {count}")
@@ -310,8 +361,9 @@ class _TextReply:
         logprobs = request.logprobs if request.options.logprobs else None
         usage = request.usage(len(request.tokens))
         return Completion(
-            request.tokens, text, request.finish_reason, logprobs, usage, request.error
-        )
+            request.tokens, text, request.finish_reason, logprobs, usage, request.error,
+            request.acceptance,
+        )  # fmt: skip
 
     def event(self, count: int) -> Event:
         """The event of token number `count`."""

@@ -8,11 +8,15 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+
 from ..errors import shown
 from ..model.state import State
 from ..numerics import is_whole
 from ..runtime.fitting import device_memory
 from ..runtime.runner import Runner
+from ..speculation.drafter import Drafter
+from ..speculation.rounds import Rounds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,13 +122,15 @@ class PrefixCache:
     sharded as the model's states are. A prompt goes on from the longest chain of chunks that it
     begins with; results are bit-identical with and without a cache hit. `bytes`: the most that one
     device holds; the least recently used makes room, the end of a chain before its beginning.
-    Raises `ValueError` for fewer bytes than one chunk takes, and for more than a device has.
+    `draft`: the drafter of the runs, whose rows are kept too, so that its first drafts after a hit
+    are those without one. Raises `ValueError` for fewer bytes than one chunk takes, and for more
+    than a device has.
     """
 
-    def __init__(self, model: Runner, bytes: int):
-        self.model = model
+    def __init__(self, model: Runner, bytes: int, *, draft: Drafter | None = None):
+        self.model, self.draft = model, draft if draft and draft.tapped else None
         self._width = model.program.stripes.window(model.chunk)
-        self._entry = model.program.row_bytes(self._width)
+        self._entry = model.program.row_bytes(self._width) + _draft_bytes(model, self.draft)
         if not is_whole(bytes, self._entry, 2**63 - 1):
             raise ValueError(
                 f"bytes must be a whole number of at least {self._entry:,}, what {model.chunk} "
@@ -161,26 +167,48 @@ class PrefixCache:
         """Forget all entries; the counts stay."""
         self._tree.clear()
 
-    def problem_with(self, model: Runner) -> str | None:
-        """What is wrong where a model's states are not this cache's."""
+    def problem_with(self, model: Runner, draft: Drafter | None = None) -> str | None:
+        """What is wrong where a model's states, or a drafter's, are not this cache's."""
         is_same = self.model.program is model.program and self.model.params is model.params
-        if is_same and self.model.chunk == model.chunk:
-            return None
-        return "prefix_cache was made for another model, or another chunk size"
+        if not is_same or self.model.chunk != model.chunk:
+            return "prefix_cache was made for another model, or another chunk size"
+        if self.draft is not (draft if draft and draft.tapped else None):
+            return "prefix_cache was made for another draft: PrefixCache(model, bytes, draft=draft)"
+        return None
 
-    def restore(self, state: State, row: int, ids: Sequence[int]) -> tuple[State, int]:
-        """The state with the longest cached prefix of `ids` in a row, and its length. Consumes the
-        state.
+    def restore(
+        self, state: State, row: int, ids: Sequence[int], rounds: Rounds | None = None
+    ) -> tuple[State, int]:
+        """The state with the longest cached prefix of `ids` in a row, and its length; a drafter
+        gets its rows in `rounds`. Consumes the state.
         """
         chain, size = self._tree.lookup(ids), self.model.chunk
         for i, chunk in enumerate(chain):
-            state = self.model.program.restore_row(state, row, chunk.copy, i * size)
+            copy, drafted = chunk.copy
+            state = self.model.program.restore_row(state, row, copy, i * size)
+            if rounds and drafted is not None:
+                rounds.restore(row, i * size, (), drafted)
         self._lookups += 1
         self._hits += bool(chain)
         self._tokens += len(chain) * size
         return state, len(chain) * size
 
-    def add(self, state: State, row: int, ids: Sequence[int]) -> None:
+    def add(self, state: State, row: int, ids: Sequence[int], rounds: Rounds | None = None) -> None:
         """Keep what a row has seen: `ids`, full chunks."""
-        copy = lambda first: self.model.program.copy_row(state, row, first, self._width)  # noqa: E731
+
+        def copy(first: int) -> tuple[State, Any]:
+            drafted = rounds.copy_row(row, first, len(ids)) if rounds else None
+            return self.model.program.copy_row(state, row, first, self._width), drafted
+
         self._tree.add(ids, copy)
+
+
+def _draft_bytes(model: Runner, draft: Drafter | None) -> int:
+    """Bytes of a device for a chunk of a drafter's rows."""
+    if draft is None:
+        return 0
+    rows = draft.read_row(draft.begin(model.data_ranks, model.chunk), 0, 0, model.chunk)
+    return sum(
+        array.addressable_shards[0].data.nbytes if isinstance(array, jax.Array) else array.nbytes
+        for array in jax.tree.leaves(rows)
+    )

@@ -101,6 +101,31 @@ def rows_of(
 
 
 @dataclasses.dataclass(frozen=True)
+class Acceptance:
+    """What became of the drafts of a reply, round by round: how many were verified, and how many of
+    them the model accepted. A round gives one token more than it accepts.
+    """
+
+    drafts: tuple[int, ...] = ()
+    accepted: tuple[int, ...] = ()
+
+    @property
+    def rounds(self) -> int:
+        """Verify steps."""
+        return len(self.accepted)
+
+    @property
+    def length(self) -> float:
+        """Tokens of a round on average, 1 + accepted / rounds; 1 without a round."""
+        return 1 + sum(self.accepted) / max(1, self.rounds)
+
+    @property
+    def histogram(self) -> tuple[int, ...]:
+        """In how many rounds 0, 1, 2, ... drafts were accepted."""
+        return tuple(self.accepted.count(n) for n in range(max(self.accepted, default=-1) + 1))
+
+
+@dataclasses.dataclass(frozen=True)
 class RequestOptions:
     """The checked options of one prompt; `options.Options` documents them."""
 
@@ -134,6 +159,7 @@ class Request:
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
     sampled: list[int] = dataclasses.field(default_factory=list)  # also after the reply's end
+    rounds: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # drafts, accepted
     finish_reason: str | None = None
     error: str | None = None
     stop_id: int | None = None
@@ -187,6 +213,11 @@ class Request:
     def _end(self, reason: str) -> None:
         self.finish_reason = reason
         self.ended_at, self.compiled_after = running_seconds(), waited_seconds()
+
+    @property
+    def acceptance(self) -> Acceptance | None:
+        """What became of its drafts; None where it had no round."""
+        return Acceptance(*zip(*self.rounds, strict=True)) if self.rounds else None
 
     def usage(self, count: int) -> Usage:
         """Tokens and seconds, with the first `count` tokens of the reply."""

@@ -83,7 +83,7 @@ class Runner:
         check_rows(rows, lengths, self.config.hidden)
         _refuse_over(lengths, self.config.max_positions)
         B, T = ids.shape
-        placed = self._placed(ids, lengths)
+        placed = self.placed(ids, lengths)
         embedded = embedded_piece(self.program, rows, 0, placed[0].shape)
         logits = self.program.jitted_logits(self.params, *placed, *embedded)
         with own_mesh(self.mesh):
@@ -96,7 +96,7 @@ class Runner:
         ids, lengths = checked([tokens], None, self.config.vocab)
         _refuse_over(lengths, self.config.max_positions)
         T = ids.shape[1]
-        rows = self.program.jitted_mixtures(self.params, *self._placed(ids, lengths))
+        rows = self.program.jitted_mixtures(self.params, *self.placed(ids, lengths))
         weights = np.zeros((len(rows), self.config.bank_rows + 1, T))
         for out, mixed in zip(weights, map(to_host, rows), strict=True):
             out[: len(mixed) - 1], out[-1] = mixed[:-1, :T], mixed[-1, :T]
@@ -196,9 +196,9 @@ class Runner:
         """Positions up to `end`, a chunk at a time, with their ids and lengths on the mesh."""
         for first in range(0, end, self.chunk):
             piece = slice(first, first + self.chunk)
-            yield piece, self._placed(ids[:, piece], np.clip(lengths - first, 0, self.chunk))
+            yield piece, self.placed(ids[:, piece], np.clip(lengths - first, 0, self.chunk))
 
-    def _placed(self, ids: np.ndarray, lengths: np.ndarray) -> tuple[Any, Any]:
+    def placed(self, ids: np.ndarray, lengths: np.ndarray) -> tuple[Any, Any]:
         """Ids and lengths on the mesh, padded to a multiple of the data ranks."""
         B = len(ids)
         lengths = np.pad(lengths, (0, self.program.padded_rows(B) - B)).astype(np.int32)

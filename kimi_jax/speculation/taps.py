@@ -4,15 +4,20 @@ import functools
 from collections.abc import Sequence
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
+from ..compilation.function import CompiledFunction
 from ..config.config import Config
 from ..errors import RequestError, shown
+from ..model.decoder import Embedded
 from ..model.state import State
 from ..model.step import Tapped
 from ..numerics import is_whole
+from ..runtime.images.rows import GivenRows, embedded_piece
 from ..runtime.model_on_mesh import BY_ROW, BY_SECOND, STATE, WEIGHTS, CallsInTurn, StatesFunction
 from ..runtime.program import Program
+from ..runtime.runner import Runner
 
 STREAMS = ("sum", "mixture")
 
@@ -42,8 +47,8 @@ def side_by_side(taps: Float[Array, "M B T D"] | None) -> Float[Array, "B T MD"]
 
 @functools.lru_cache(maxsize=32)
 def tapped_step(program: Program, tapped: Tapped) -> StatesFunction:
-    """(weights, state, tokens [B, T], lengths [B]) -> the residual stream after the tapped layers
-    [M, B, T, D], state. Compiled; the state is consumed.
+    """(weights, state, tokens [B, T], lengths [B], embedded or nothing) -> the residual stream
+    after the tapped layers [M, B, T, D], state. Compiled; the state is consumed.
     """
     if program.walk == "by_group":
         parts = program.by_group("prefill", tapped)
@@ -51,11 +56,37 @@ def tapped_step(program: Program, tapped: Tapped) -> StatesFunction:
         return StatesFunction(program, calls, 1)
 
     def device_fn(
-        weights: dict, state: State, tokens: Array, lengths: Array
+        weights: dict, state: State, tokens: Array, lengths: Array, *embedded: Embedded
     ) -> tuple[Array | None, State]:
-        _, _, state, trace = program.run(weights, state, tokens, lengths, tapped=tapped)
+        _, _, state, trace = program.run(
+            weights, state, tokens, lengths, "prefill", tapped, *embedded
+        )
         return trace.taps, state
 
-    inputs, outputs = (WEIGHTS, STATE, BY_ROW, BY_ROW), (BY_SECOND, STATE)
+    inputs, outputs = (WEIGHTS, STATE, BY_ROW, BY_ROW, BY_ROW), (BY_SECOND, STATE)
     name = f"the {tapped.stream} after layers {', '.join(map(str, tapped.layers))}"
     return StatesFunction(program, program.compiled(device_fn, inputs, outputs, name, donate=1), 1)
+
+
+def prefill_tapped(
+    runner: Runner,
+    state: State,
+    ids: np.ndarray,
+    lengths: np.ndarray,
+    tapped: Tapped,
+    given: GivenRows = (),
+) -> tuple[Float[Array, "rows T MD"], State]:
+    """Prefill checked ids [B, T] of at most a chunk, and rows in place of embeddings: the taps of
+    their positions, padded as the program is, and the next state. The state is consumed.
+    """
+    placed = runner.placed(ids, lengths)
+    embedded = embedded_piece(runner.program, given, 0, placed[0].shape)
+    step = tapped_step(runner.program, tapped)
+    taps, state = step(runner.params, state, *placed, *embedded)
+    return joined_taps(runner.program)(taps), state
+
+
+@functools.lru_cache(maxsize=32)
+def joined_taps(program: Program) -> CompiledFunction:
+    """Taps [M, B, T, D] -> [B, T, M D]. Compiled."""
+    return program.compiled(side_by_side, (BY_SECOND,), BY_ROW, "taps side by side")

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -19,7 +18,6 @@ from ..parallel.on_mesh import own_mesh
 from ..runtime.by_group import ByGroup
 from ..runtime.model_on_mesh import (
     BY_ROW,
-    BY_SECOND,
     STATE,
     WEIGHTS,
     CallsInTurn,
@@ -27,7 +25,7 @@ from ..runtime.model_on_mesh import (
 )
 from ..runtime.program import Program
 from ..runtime.runner import Ids, Runner, checked
-from .taps import side_by_side, tapped_of
+from .taps import joined_taps, side_by_side, tapped_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,10 +104,17 @@ def commit(runner: Runner, verified: Verified, accepted: Ids) -> State:
             f"accepted must be {len(lengths)} whole numbers, each from -1 (commit nothing) to the "
             f"rows of its request less one, {shown((lengths - 1).tolist())}; got {shown(accepted)}"
         )
-    counts = np.zeros(len(state.length), np.int32)
-    counts[: len(numbers)] = numbers + 1
+    return commit_rows(runner, verified, numbers + 1)
+
+
+def commit_rows(runner: Runner, verified: Verified, count: np.ndarray) -> State:
+    """The state after the first `count[b]` rows of each request, 0 for none. That of `verified` is
+    consumed.
+    """
+    counts = np.zeros(len(verified.state.length), np.int32)
+    counts[: len(count)] = count
     step = _commit_step(runner.program)
-    return step(state, verified.pending, verified.hidden, runner.place_rows(counts))
+    return step(verified.state, verified.pending, verified.hidden, runner.place_rows(counts))
 
 
 @functools.lru_cache(maxsize=32)
@@ -143,6 +148,7 @@ class VerifyParts(ByGroup):
 
     def __init__(self, program: Program, tapped: Tapped | None):
         super().__init__(program, "verify", tapped)
+        self.program = program
 
     def __call__(self, weights: dict, state: State, tokens: Any, lengths: Any) -> tuple:
         """As `_verify_step`."""
@@ -151,13 +157,8 @@ class VerifyParts(ByGroup):
         pairs = zip(state.layers[0], after.layers[0], strict=True)
         layers = [new if isinstance(new, MLAState) else old for old, new in pairs]
         pending = with_layers(after, left_of).layers
-        taps = None if taps is None else self.joined_taps(taps)
+        taps = None if taps is None else joined_taps(self.program)(taps)
         return logits, taps, dataclasses.replace(after, layers=[layers]), pending, out
-
-    @functools.cached_property
-    def joined_taps(self) -> Callable:
-        """Taps [M, B, T, D] -> [B, T, M D]."""
-        return jax.jit(self.model.shard(side_by_side, (BY_SECOND,), BY_ROW))
 
     def entering(self, recurrent: list[KDAState], T: int) -> list:
         """With room for what rows leave."""
