@@ -173,3 +173,14 @@ def _escaped(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def table_lines(rows: list[tuple[str, str, str, str]]) -> list[str]:
+    """Aligned lines of a plan's terms (name, size, bytes, share), a rule before the three sums."""
+    rows = [("term", "size", "bytes", "share"), *rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
+    ]
+    rule = "-" * len(lines[0])
+    return [lines[0], rule, *lines[1:-3], rule, *lines[-3:]]

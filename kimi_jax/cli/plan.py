@@ -10,7 +10,17 @@ from typing import Any
 from ..errors import CommandError, bytes_text
 from ..planning.gpus import MEMORY
 from .devices import make_placement, named_config
-from .options import DTYPES, HELP, add_command, add_place, gigabytes, gpus, mesh_shape, positive
+from .options import (
+    DTYPES,
+    HELP,
+    add_command,
+    add_place,
+    gigabytes,
+    gpus,
+    mesh_shape,
+    positive,
+    whole,
+)
 from .output import print_json, print_table, write
 
 EXAMPLES = """\
@@ -47,6 +57,8 @@ def add(commands: Any) -> None:
     help_batch = "requests that decode together, on the whole mesh (1)"
     add("--batch", "--users", type=positive, default=1, metavar="B", help=help_batch)
     add("--context", type=positive, metavar="S", help="tokens of each request (4096)")
+    help_drafts = "most drafts of each request that a step verifies, in speculative decoding (0)"
+    add("--drafts", type=whole(0), default=0, metavar="K", help=help_drafts)
     add("--dtype", choices=DTYPES, default="bfloat16", help=f"{HELP['dtype']} (bfloat16)")
     help_hbm = "device memories to try, in GB"
     add("--hbm", type=gigabytes, default=[], metavar="GB,GB", help=help_hbm)
@@ -78,7 +90,7 @@ def _plan(options: argparse.Namespace, config: Any) -> int:
     planned = plan(
         config, mesh, make_placement(options),
         batch=options.batch, context=options.context, dtype=options.dtype,
-        vision=_vision(options, config),
+        vision=_vision(options, config), drafts=options.drafts,
     )  # fmt: skip
     if options.json:
         totals = {
@@ -120,6 +132,8 @@ def _choose(options: argparse.Namespace, name: str, config: Any) -> int:
     gpus = options.gpus
     if options.hbm:
         raise CommandError("--gpus says how much memory a device has: leave --hbm out")
+    if options.drafts:
+        raise CommandError("--gpus ranks decode steps: leave --drafts out, and plan the best one")
     if options.mesh and options.mesh[0] * options.mesh[1] != gpus.count:
         ranks = "x".join(map(str, options.mesh))
         raise CommandError(f"--mesh {ranks} is not a mesh of {gpus.count} GPUs")

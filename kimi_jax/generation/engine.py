@@ -125,9 +125,8 @@ class _Engine:
         length = max(len(requests[i].ids) + requests[i].limit for i in waiting)
         self.slots, drafted = self._new_slots(slots, rows, length)
         capacity = self.slots.max_length
-        self.rounds = options.drafting and Rounds(
-            runner, options.drafting, slots, rows, drafted, capacity
-        )
+        states = (slots, rows, drafted, capacity)
+        self.rounds = options.drafting and Rounds(runner, options.drafting, *states)
         self._prefill_rows = self.slots if self.in_place else runner.new_state(rows, capacity)
         self.batch = Batch(
             [requests[i].options for i in waiting],
@@ -141,9 +140,9 @@ class _Engine:
 
     def _prepare(self, rows: int, prompts: Sequence[Sequence[int]]) -> None:
         """Compile in the background what this run will need: several programs at a time."""
-        runner, is_fresh = self.runner, not (self.options.cache or self.options.session)
+        runner = self.runner
         runner.program.decode_steps.prepare(runner.params, self.slots, self.batch.rows({}), 1)
-        if is_fresh and rows == 1:
+        if rows == 1 and not (self.options.cache or self.options.session):
             prepare_prefill(runner, self.prefill_rows, map(len, prompts))
 
     def _new_slots(self, slots: int, prefill_rows: int, length: int) -> tuple[State, Any]:

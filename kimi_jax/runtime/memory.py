@@ -20,7 +20,8 @@ from ..config.block_sizes import block_sizes
 from ..config.config import Config
 from ..config.released import RELEASED
 from ..config.vision import VisionConfig
-from ..errors import PlacementError, bytes_text, shown
+from ..errors import PlacementError, bytes_text, shown, table_lines
+from ..model.attention.rollback import rollback_bytes
 from ..model.declared import Declared, declare
 from ..model.decoder import Kimi, kind_spans, new_state
 from ..model.layers import Term
@@ -39,7 +40,7 @@ RESERVE = 2 * 10**9  # bytes set aside for temporaries: about what a step needs 
 PREFILL_ROWS = (16, 64, 256, 1024, 4096)  # of one request: the widths that prefill compiles
 MOST = 2**31 - 1  # requests and devices: what int32 counts
 DTYPES = ("float32", "bfloat16", "float64")
-_COUNTS = ("data", "model", "batch", "context")
+_COUNTS = ("data", "model", "batch", "context", "drafts")
 IMAGE_PLACES = 12_288  # of the program that encodes an image of 1920 x 1080
 _MOST_BYTES = 2**63  # of a device
 
@@ -52,6 +53,7 @@ _STATE_TERMS = {
 }
 WEIGHT_TERMS = tuple(term.value for term in Term if term is not Term.VISION)  # of the decoder
 STATE_TERMS = tuple(dict.fromkeys(_STATE_TERMS.values()))
+ROWS = "rows to verify"
 INPUTS = "tokens and lengths of a step"
 _INPUT_BYTES = 2 * 4  # of a request: one token and one length, int32
 
@@ -76,6 +78,7 @@ class Plan:
     dtype: str
     packed: bool  # experts in MXFP4
     vision: VisionConfig | None = None  # the tower that every device holds too
+    drafts: int = 0  # most drafts of a request that a verify step takes; 0: decode steps
 
     def __post_init__(self) -> None:
         problems = _argument_problems(**vars(self))
@@ -97,7 +100,7 @@ class Plan:
 
     @functools.cached_property
     def terms(self) -> dict[str, int]:
-        """Bytes of each term: the weights', the state's, and a decode step's inputs."""
+        """Bytes of each term: weights, state, what rows to verify leave, and a step's inputs."""
         weights = _weight_bytes(
             self.config,
             self.placement,
@@ -111,7 +114,8 @@ class Plan:
             for term, (fixed, slot) in self._request.items()
         }
         tower = {Term.VISION.value: weight_bytes(self.vision, self.dtype)} if self.vision else {}
-        return {**weights, **tower, **state, INPUTS: self.input_bytes}
+        verified = {ROWS: self.verified_bytes("replay")} if self.drafts else {}
+        return {**weights, **tower, **state, **verified, INPUTS: self.input_bytes}
 
     @property
     def weight_bytes(self) -> int:
@@ -137,18 +141,25 @@ class Plan:
 
     @property
     def input_bytes(self) -> int:
-        """Bytes of one token and one length a request."""
-        return self.rows * _INPUT_BYTES
+        """Bytes of the tokens of a step and one length a request."""
+        return self.rows * (_INPUT_BYTES + 4 * self.drafts)
+
+    def verified_bytes(self, rollback: str) -> int:
+        """Bytes that the rows to verify leave in a form of `model.attention.rollback`."""
+        H = self.placement.padded(Role.HEADS, self.config.kda_heads, self.mesh) // self.model
+        rows = self.rows * (1 + self.drafts)
+        return rows * rollback_bytes(self.config, H, rollback, self.dtype)
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of a decode step's arguments: weights, state and inputs."""
+        """Bytes of a step's arguments, and of what rows to verify leave."""
         return sum(self.terms.values())
 
     @property
     def row_bytes(self) -> int:
         """State and inputs of one request without its slots."""
-        return sum(fixed for fixed, _ in self._request.values()) + _INPUT_BYTES
+        of_request = self.input_bytes + self.terms.get(ROWS, 0)
+        return sum(fixed for fixed, _ in self._request.values()) + of_request // self.rows
 
     @property
     def slot_bytes(self) -> int:
@@ -192,10 +203,11 @@ class Plan:
     @property
     def notes(self) -> list[str]:
         """A line for each thing that a step of the placement does and the table does not show."""
-        return [*_key_notes(self), *_row_notes(self), *_sum_notes(self), *_image_notes(self)]
+        notes = (_key_notes, _row_notes, _sum_notes, _image_notes, _verify_notes)
+        return [line for lines in notes for line in lines(self)]
 
     def __str__(self) -> str:
-        return "\n".join([self.title, *_table_lines(table_rows(self)), *self.notes])
+        return "\n".join([self.title, *table_lines(table_rows(self)), *self.notes])
 
 
 def plan(
@@ -208,13 +220,15 @@ def plan(
     dtype: DTypeLike | Any = "bfloat16",
     packed: bool | Any = None,
     vision: VisionConfig | None = None,
+    drafts: int | Any = 0,
 ) -> Plan:
     """What each device of a mesh, {"data": 1, "model": 8} or a real one, would hold, from shapes.
 
     `config`: a `Config`, a folder, or the name of a released model, "k3" or "k3.1".
     Needs no device and allocates nothing. `batch` requests of `context` tokens each (default 4096,
     or the model's limit where that is less); `packed`: experts in MXFP4 (default: as the config
-    says); `vision`: a vision tower to count too. Raises one `PlacementError` with every invalid
+    says); `vision`: a vision tower to count too; `drafts`: most drafts of a request. Raises one
+    `PlacementError` with every invalid
     argument, or what `Placement.check` raises.
     """
     if not isinstance(config, Config):
@@ -232,11 +246,11 @@ def plan(
         "dtype": _dtype_name(dtype),
         "packed": config.quantized if packed is None else packed,
         "vision": vision,
+        "drafts": drafts,
     }
     problems += _argument_problems(**values)
     if problems:
         raise PlacementError("\n".join(problems))
-    values |= {name: int(values[name]) for name in _COUNTS}
     return Plan(**values)
 
 
@@ -282,11 +296,14 @@ def _argument_problems(
     *, config: Config, dtype: str, packed: Any, placement: Placement, vision: Any, **counts: Any
 ) -> list[str]:
     """Every invalid number of a plan; divisibility is checked elsewhere."""
+    drafts = counts.pop("drafts")
     problems = [
         f"{name} must be a positive whole number, got {shown(count)}"
         for name, count in counts.items()
         if not is_whole(count, 1)
     ]
+    if not is_whole(drafts, 0, config.max_positions):
+        problems.append(f"drafts must be a whole number >= 0, got {shown(drafts)}")
     valid = {name: int(count) if is_whole(count, 1) else 1 for name, count in counts.items()}
     if valid["batch"] > MOST:
         problems.append(f"batch {shown(valid['batch'])} is over {MOST}")
@@ -393,6 +410,13 @@ def _row_notes(plan: Plan) -> Iterator[str]:
     yield f"rows are {', '.join(parts)} (a data rank)"
 
 
+def _verify_notes(plan: Plan) -> Iterator[str]:
+    """A line for what verified rows leave, in both forms."""
+    if plan.drafts:
+        sizes = [bytes_text(plan.verified_bytes(form)) for form in ("replay", "checkpoints")]
+        yield f"{1 + plan.drafts} rows to verify: {sizes[0]} to replay, {sizes[1]} as KDA states"
+
+
 def _sum_notes(plan: Plan) -> Iterator[str]:
     """A line for the chosen reduction and for the one below its threshold, where they apply."""
     threshold = plan.placement.prefill_ring_rows
@@ -424,14 +448,3 @@ def _image_notes(plan: Plan) -> Iterator[str]:
         block = block_sizes("gpu").dense_bytes
         size = bytes_text(activation_bytes(plan.vision, IMAGE_PLACES, plan.dtype, block))
         yield f"an image of 1920 x 1080 is 2,691 tokens and takes {size} while it is encoded"
-
-
-def _table_lines(rows: list[tuple[str, str, str, str]]) -> list[str]:
-    """Aligned lines of `table_rows`: a rule before the sums."""
-    rows = [("term", "size", "bytes", "share"), *rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
-    ]
-    rule = "-" * len(lines[0])
-    return [lines[0], rule, *lines[1:-3], rule, *lines[-3:]]

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from ..compilation.function import CompiledFunction
 from ..errors import RequestError, shown
 from ..model.attention.rollback import Pending, Verifying, pending_tree, row_at
 from ..model.state import KDAState, MLAState, State
@@ -76,7 +77,7 @@ def verify_rows(
     placed = [
         runner.place_rows(np.pad(x, (pads, *[(0, 0)] * (x.ndim - 1)))) for x in (ids, lengths)
     ]
-    step = _verify_step(runner.program, tapped)
+    step = StatesFunction(runner.program, verify_step(runner.program, tapped), 1)
     logits, taps, state, pending, hidden = step(runner.params, state, *placed)
     if len(logits) > B:
         with own_mesh(runner.mesh):
@@ -118,13 +119,13 @@ def commit_rows(runner: Runner, verified: Verified, count: np.ndarray) -> State:
 
 
 @functools.lru_cache(maxsize=32)
-def _verify_step(program: Program, tapped: Tapped | None) -> StatesFunction:
+def verify_step(program: Program, tapped: Tapped | None = None) -> CompiledFunction | CallsInTurn:
     """(weights, state, tokens [B, T], lengths [B]) -> logits [B, T, Z], taps [B, T, M D] or None,
     the state with new rows in its caches beyond its lengths, pending, output rows [B, T, D].
     Compiled; the state is consumed.
     """
     if program.walk == "by_group":
-        return StatesFunction(program, CallsInTurn(VerifyParts(program, tapped), program.mesh), 1)
+        return CallsInTurn(VerifyParts(program, tapped), program.mesh)
     rollback = program.implementations.rollback
 
     def device_fn(weights: dict, state: State, tokens: Array, lengths: Array) -> tuple:
@@ -137,8 +138,7 @@ def _verify_step(program: Program, tapped: Tapped | None) -> StatesFunction:
     inputs = (WEIGHTS, STATE, BY_ROW, BY_ROW)
     outputs = (BY_ROW, BY_ROW, STATE, pending_specs(program), BY_ROW)
     taps = f", the {tapped.stream} after layers {tapped.layers}" if tapped else ""
-    compiled = program.compiled(device_fn, inputs, outputs, f"a verify step{taps}", donate=1)
-    return StatesFunction(program, compiled, 1)
+    return program.compiled(device_fn, inputs, outputs, f"a verify step{taps}", donate=1)
 
 
 class VerifyParts(ByGroup):
@@ -151,7 +151,7 @@ class VerifyParts(ByGroup):
         self.program = program
 
     def __call__(self, weights: dict, state: State, tokens: Any, lengths: Any) -> tuple:
-        """As `_verify_step`."""
+        """As `verify_step`."""
         out, taps, after = self.run(weights, state, tokens, lengths)
         logits = self.head(out, self.end_weights(weights))
         pairs = zip(state.layers[0], after.layers[0], strict=True)

@@ -16,11 +16,13 @@ from models import AWKWARD, FAMILY, MESHED, write
 import kimi_jax as kj
 from kimi_jax.config.vision import VisionConfig
 from kimi_jax.errors import PlacementError
+from kimi_jax.model.attention.rollback import Verifying
 from kimi_jax.model.implementations import DEFINITIONS
 from kimi_jax.model.layers import Term
 from kimi_jax.model.mxfp4 import MXFP4
+from kimi_jax.model.state import MLAState
 from kimi_jax.runtime.fitting import verdict
-from kimi_jax.runtime.memory import INPUTS, STATE_TERMS, WEIGHT_TERMS, Plan, plan
+from kimi_jax.runtime.memory import INPUTS, ROWS, STATE_TERMS, WEIGHT_TERMS, Plan, plan
 from kimi_jax.runtime.program import make_program
 
 K3_1 = kj.Config.k3_1()
@@ -423,3 +425,27 @@ def test_a_vision_tower_is_replicated_and_its_image_noted():
         assert "2,691 tokens and takes 817.9 MB" in str(planned)
     with pytest.raises(PlacementError, match="are 7168 wide, the model 72"):
         plan(AWKWARD, ranks(1), vision=VisionConfig.k3())
+
+
+@pytest.mark.parametrize("rollback", ["replay", "checkpoints"])
+def test_what_rows_to_verify_leave_is_the_plan(rollback):
+    """A rank's share of the records of 3 requests with 4 rows each, and their output rows."""
+    mesh = kj.make_mesh(1, 4)
+    program = make_program(MESHED, mesh, dtype="bfloat16")
+    leaves = jax.eval_shape(
+        lambda: [
+            Verifying.of(layer, 4, rollback).pending
+            for layer in program.empty(3, 16, ranks=4).layers[0]
+            if not isinstance(layer, MLAState)
+        ]
+    )
+    found = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(leaves))
+    planned = plan(MESHED, mesh, batch=3, context=16, drafts=3)
+    assert planned.verified_bytes(rollback) == found + 3 * 4 * MESHED.hidden * 2
+    assert planned.terms[ROWS] == planned.verified_bytes("replay")
+    assert "4 rows to verify: " in planned.notes[-1]
+    plain = plan(MESHED, mesh, batch=3, context=16)
+    more = planned.row_bytes - plain.row_bytes
+    assert 3 * more == planned.total_bytes - plain.total_bytes and ROWS not in plain.terms
+    with pytest.raises(PlacementError, match="drafts must be a whole number >= 0, got -1"):
+        plan(MESHED, mesh, drafts=-1)

@@ -28,6 +28,7 @@ from kimi_jax.model.implementations import Implementations
 from kimi_jax.model.step import Step
 from kimi_jax.parallel.collectives import local_rows
 from kimi_jax.runtime.program import make_program
+from kimi_jax.speculation.verify import verify_step
 
 P, BOTH = kj.Placement, ("data", "model")
 ALL = ("heads", "experts", "vocab", "dense", "shared")
@@ -290,10 +291,10 @@ def traced(*where, **options):
     return list(collectives(jaxpr_of(*where, **options)))
 
 
-def jaxpr_of(place, mesh, B, T, dtype="bfloat16", forms=None, slots=64):
+def jaxpr_of(place, mesh, B, T, dtype="bfloat16", forms=None, slots=64, verify=False):
     program = make_program(MESHED, mesh, place, dtype, implementations=forms)
     ints = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((B, T), (B,)))
-    step = program.step_of("decode" if T == 1 else "prefill")
+    step = verify_step(program) if verify else program.step_of("decode" if T == 1 else "prefill")
     return step.trace(program.weight_shapes, program.state_shapes(B, slots), *ints).jaxpr.jaxpr
 
 
@@ -349,6 +350,21 @@ def test_a_step_holds_the_collectives_of_the_table_and_no_other(name, T):
             assert counts.pop((part, kind), 0) == number * times.get(part, 1), (part, kind)
     apart = {("selection", "all-gather"): 1} if place.keys == "helix" else {}
     assert counts == apart
+
+
+VERIFIED = ("exchange", "sliced rows, local", "sliced rows, exchange, over data and model")
+
+
+@pytest.mark.parametrize("name", VERIFIED)
+def test_a_verify_step_holds_the_collectives_of_a_decode_step(name):
+    """Of three rows a request instead of one; the plain sum, whatever prefill reduces with."""
+    place = dataclasses.replace(PLACES[name], prefill_reduce="ring_fp32", prefill_ring_rows=1)
+    verified = traced(place, kj.make_mesh(2, 4), 4, 3, verify=True)
+    decoded = traced(place, kj.make_mesh(2, 4), 4, 1)
+    counts = [Counter((part_of(w), kind) for w, kind, _ in found) for found in (verified, decoded)]
+    assert counts[0] == counts[1]
+    (logits,) = (out.shape for where, _, out in verified if part_of(where) == "head")
+    assert logits == (2, 3, MESHED.vocab)
 
 
 def test_helix_keys_under_full_rows_add_one_exchange_of_heads():

@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from ...config.config import Config
+from ...numerics import at_least_float32
 from ...parallel.roles import Role
 from ..state import STATE_DIMS, KDAState, next_conv_state, put_group, roles_of
 from .delta_rule import chunk_of, dot, recurrent_step
@@ -188,6 +190,16 @@ PENDING_DIMS = {
     "decay": ("G", "B", "T", "H", "K"),
     **{name: STATE_DIMS[name] for name in ("window_q", "window_k", "window_v")},
 }
+
+
+def rollback_bytes(config: Config, heads: int, rollback: str, dtype: str) -> int:
+    """Bytes of what a row leaves of all KDA layers with this many heads, and of its output row."""
+    K, V, item = config.kda_key_dim, config.kda_value_dim, jnp.dtype(dtype).itemsize
+    sizes = dict(G=1, B=1, T=1, H=heads, K=K, V=V, W=1, HK=heads * K, HV=heads * V)
+    count = lambda name: math.prod(sizes[dim] for dim in PENDING_DIMS[name])  # noqa: E731
+    record = sum(map(count, fields_of(rollback))) * at_least_float32(dtype).itemsize
+    windows = sum(count(name) for name in PENDING_DIMS if name.startswith("window")) * item
+    return len(config.kda_layers) * (record + windows) + config.hidden * item
 
 
 def pending_tree(rollback: str, leaf: Callable[[tuple[Role | None, ...]], Any]) -> Pending:
