@@ -251,7 +251,7 @@ def plan(
     problems += _argument_problems(**values)
     if problems:
         raise PlacementError("\n".join(problems))
-    return Plan(**values)
+    return Plan(**values | {name: int(values[name]) for name in _COUNTS})
 
 
 def byte_count(name: str, value: Any) -> int:
