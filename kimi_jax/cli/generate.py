@@ -40,6 +40,7 @@ EXAMPLES = """\
   kimi-jax generate "The Queen" "The King" --json --logprobs 3
   cat letter.txt | kimi-jax generate - --model /path/to/checkpoint
   kimi-jax generate 12,7,300 --tokens
+  kimi-jax generate "What is this?" --image picture.png --model /path/to/checkpoint
   kimi-jax generate --input prompts.jsonl --output replies.jsonl --slots 64
   kimi-jax generate "The King" --devices 8 --mesh 2x4 --place experts=local
 
@@ -62,6 +63,8 @@ def add(commands: Any) -> None:
     add("prompts", nargs="*", type=utf8_text, metavar="PROMPT", help=help_prompts)
     add_model(command, has_path=False)
     add("--tokens", action="store_true", help="prompts are token ids with commas between them")
+    help_image = "an image before every prompt, for models with a vision tower; again for more"
+    add("--image", action="append", type=utf8_text, metavar="FILE", help=help_image)
     help_logprobs = "report log-probabilities, and those of the N most probable tokens"
     add("--logprobs", type=positive, metavar="N", help=help_logprobs)
     help_slots = "batch size of decoding: a finished request makes room for the next (8)"
@@ -89,6 +92,10 @@ def run(options: argparse.Namespace) -> int:
     missing = output.missing(records) if output else records
     with waiting("loading the model"):
         _check_prompts(folder, missing, bool(options.stop), is_streamed)
+        if options.image:
+            images = _read_images(folder, options.image)
+            records = [dataclasses.replace(record, images=images) for record in records]
+            missing = records
         if not missing:
             note(f"all {len(records):,} prompts are in {label(options.output)}: nothing to do")
             return 0
@@ -97,7 +104,7 @@ def run(options: argparse.Namespace) -> int:
         use_compilation_cache()
         model = load_model(folder, options)
     if is_streamed:
-        _stream(model, records[0].prompt, settings)
+        _stream(model, records[0], settings)
         return 0
     return _run_records(options, model, records, missing, output, settings)
 
@@ -120,7 +127,7 @@ def _run_records(
         for portion in in_portions(missing, PORTION):
             finish = tally.follow(portion, output)
             completions = model.generate(
-                [record.prompt for record in portion],
+                [record.given for record in portion],
                 **per_prompt(settings, portion),
                 slots=options.slots,
                 verbose=options.verbose,
@@ -147,6 +154,7 @@ def _records(options: argparse.Namespace) -> list[Record]:
         if options.prompts or options.tokens:
             what = "--tokens" if options.tokens else "prompts"
             raise CommandError(f"--input takes its prompts from a file: leave {what} out")
+        _refuse_images(options, "--input")
         if options.input == "-":
             return parse_records(read_standard_input().encode())
         return read_records(options.input)
@@ -161,8 +169,27 @@ def _records(options: argparse.Namespace) -> list[Record]:
     for at, text in enumerate(texts):
         if not text.strip() and (options.tokens or not text):
             raise CommandError(f"prompt {at} is empty")
+    for other in ("tokens", "output"):
+        if getattr(options, other):
+            _refuse_images(options, f"--{other}")
     prompts = [_token_ids(text) for text in texts] if options.tokens else texts
     return [Record(at, prompt) for at, prompt in enumerate(prompts)]
+
+
+def _refuse_images(options: argparse.Namespace, other: str) -> None:
+    if options.image:
+        raise CommandError(f"--image goes with texts of the command line, not with {other}")
+
+
+def _read_images(folder: Path, paths: Sequence[str]) -> tuple[Any, ...]:
+    """The images as patches; refused before weights are read."""
+    from ..checkpoint.reader import vision_of
+    from ..config.config import Config
+    from ..vision.pixels import image_patches
+
+    if vision_of(folder, Config.from_hf(folder)) is None:
+        raise CommandError(f"--image: the model in {label(folder)} has no vision tower")
+    return tuple(image_patches(Path(path), folder) for path in paths)
 
 
 def _check_prompts(
@@ -206,9 +233,10 @@ def _token_ids(text: str) -> list[int]:
     return [int(part) for part in parts if part]
 
 
-def _stream(model: Any, prompt: str | list[int], settings: dict[str, Any]) -> None:
+def _stream(model: Any, record: Record, settings: dict[str, Any]) -> None:
     """Shows a prompt and its continuation as it comes, then on standard error how fast it came."""
-    events = model.stream(prompt, **settings)  # a refusal comes before anything is shown
+    prompt = record.prompt
+    events = model.stream(record.given, **settings)  # a refusal comes before anything is shown
     logprobs, event, is_first = [], None, True
     for event in events:
         if is_first:  # until then a sign may show that programs are compiled
@@ -225,8 +253,10 @@ def _stream(model: Any, prompt: str | list[int], settings: dict[str, Any]) -> No
     usage = event.usage
     prefill = usage.prompt_tokens / usage.prefill_seconds
     decode = usage.generated_tokens / usage.decode_seconds
+    of_images = f" ({usage.image_tokens} of images)" if usage.image_tokens else ""
     note(
-        f"compiled in {usage.compile_seconds:.1f} s; {usage.prompt_tokens} prompt tokens, prefill "
+        f"compiled in {usage.compile_seconds:.1f} s; {usage.prompt_tokens} prompt tokens"
+        f"{of_images}, prefill "
         f"{prefill:.0f} tok/s; {usage.generated_tokens} new tokens, decode "
         f"{decode:.0f} tok/s; ended by {event.finish_reason}"
     )

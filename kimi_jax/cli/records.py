@@ -37,6 +37,14 @@ class Record:
     id: str | int
     prompt: str | list[int]
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    images: tuple[Any, ...] = ()  # `ImagePatches` that stand before a text
+
+    @property
+    def given(self) -> Any:
+        """The prompt as `generate` takes it."""
+        if not self.images:
+            return self.prompt
+        return [*({"type": "image", "image": image} for image in self.images), self.prompt]
 
 
 def read_records(path: str) -> list[Record]:

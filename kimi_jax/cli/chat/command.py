@@ -37,11 +37,12 @@ EXAMPLES = """\
   kimi-jax chat /path/to/checkpoint --thinking-effort low --response-format schema.json
 
 Thinking is shown dimmed. Tool calls are shown and not run; a format is asked for, not enforced.
-/help lists what can be typed beside text: /system, /undo, /retry, /save and more. A line that ends
-in \\ goes on in the next one; lines between two lines of \"\"\" are one turn. Ctrl-C ends a reply;
-at the prompt it clears the line, and then leaves, as Ctrl-D does. Without a terminal each line of
-standard input is a turn; answers go to standard output, thinking to standard error. The small model
-of the package has read one book and no conversation: it goes on in the manner of that book."""
+/help lists what can be typed beside text: /system, /undo, /retry, /save, /image and more. A line
+that ends in \\ goes on in the next one; lines between two lines of \"\"\" are one turn. Ctrl-C ends
+a reply; at the prompt it clears the line, and then leaves, as Ctrl-D does. Without a terminal each
+line of standard input is a turn; answers go to standard output, thinking to standard error. The
+small model of the package has read one book and no conversation: it goes on in the manner of that
+book."""
 
 
 def add(commands: Any) -> None:

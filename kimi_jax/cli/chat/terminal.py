@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ...errors import ChatError, FileError, PromptError
+from ...errors import ChatError, FileError, ImageError, PromptError
 from ...files import read_json
 from ...generation.chat import ChatStream, Reply
 from ...generation.requests import Usage
@@ -28,6 +28,7 @@ HELP = """\
 /undo             take the latest turn and its reply back
 /retry            answer the latest turn again
 /thinking on|off  whether the model thinks before it answers
+/image FILE       show the model an image with the next turn
 /tools FILE       declare more tools from here on: a JSON list of functions
 /save FILE        write the conversation to a new file, as JSON
 /load FILE        go on with a conversation that was saved
@@ -99,6 +100,7 @@ class Conversation:
     def reset(self) -> None:
         """Forget all but the system prompt."""
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
+        self.images: list[dict[str, Any]] = []  # parts that go with the next turn
         self.total = Total()
         self._session.reset()
 
@@ -115,7 +117,9 @@ class Conversation:
                 if not self._obey(text.strip()):
                     return
             elif text.strip():
-                self.run_turn(text)
+                content = [*self.images, {"type": "text", "text": text}] if self.images else text
+                self.images = []
+                self.run_turn(content)
 
     def _warm_up(self) -> None:
         """Compile while the first turn is typed: for one of a few words."""
@@ -151,15 +155,15 @@ class Conversation:
             return True
         try:
             self._screen.remark(_COMMANDS[name](self, argument.strip()))
-        except (ChatError, FileError) as error:
+        except (ChatError, FileError, ImageError) as error:
             if not self._is_typed:
                 raise
             self._screen.remark(f"error: {error}")
         return True
 
-    def run_turn(self, text: str) -> None:
-        """One turn and its reply."""
-        messages = [*self.messages, {"role": "user", "content": text}]
+    def run_turn(self, content: str | list[dict[str, Any]]) -> None:
+        """One turn, text or parts with images, and its reply."""
+        messages = [*self.messages, {"role": "user", "content": content}]
         seed, replies = self._seed, self.total.replies
         if replies:  # the same seed would draw the same way in each reply
             seed = (seed + replies) % 2**31
@@ -224,14 +228,22 @@ def _retry(chat: Conversation, argument: str) -> str:
     return ""
 
 
-def _take_back(chat: Conversation) -> str:
-    """The text of the latest turn, which is taken out with all that follows."""
+def _take_back(chat: Conversation) -> str | list[dict[str, Any]]:
+    """The content of the latest turn, which is taken out with all that follows."""
     turns = [at for at, message in enumerate(chat.messages) if message["role"] == "user"]
     if not turns:
         raise ChatError("there is no turn yet")
-    text = chat.messages[turns[-1]]["content"]
+    content = chat.messages[turns[-1]]["content"]
     chat.messages = chat.messages[: turns[-1]]
-    return text
+    return content
+
+
+def _show_image(chat: Conversation, argument: str) -> str:
+    path = os.path.abspath(_file(argument, "/image"))
+    image = chat.model.image_patches(path)
+    chat.images.append({"type": "image", "image": path})
+    width, height = image.size
+    return f"{width} x {height} pixels, {image.rows:,} tokens, with the next turn"
 
 
 def _think(chat: Conversation, argument: str) -> str:
@@ -261,7 +273,7 @@ def _save(chat: Conversation, argument: str) -> str:
 
 def _load(chat: Conversation, argument: str) -> str:
     messages = read_json_file(_file(argument, "/load"))
-    render(chat.model.tokenizer, messages)
+    render(chat.model.tokenizer, messages, images=chat.model.new_images())
     chat.reset()
     chat.messages = messages
     return f"{len(messages)} messages read"
@@ -279,6 +291,7 @@ _COMMANDS: dict[str, Callable[[Conversation, str], str]] = {
     "/undo": _undo,
     "/retry": _retry,
     "/thinking": _think,
+    "/image": _show_image,
     "/tools": _declare,
     "/save": _save,
     "/load": _load,
