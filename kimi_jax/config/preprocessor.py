@@ -16,6 +16,7 @@ from ..errors import ConfigError, shown
 from ..numerics import is_number, is_whole
 from . import hf
 from .keys import POSITIVE, SIZE, Field, Fixed, Kind, Rule, keys_of
+from .released import K3_PREPROCESSOR
 from .section import Section
 from .vision import MERGE, VisionConfig
 
@@ -115,6 +116,11 @@ class Preprocessor:
         if problems:
             raise ConfigError(*problems)
         return cls(**values)
+
+    @classmethod
+    def k3(cls) -> Preprocessor:
+        """That of the released Kimi K3."""
+        return cls.from_hf(K3_PREPROCESSOR)
 
 
 def preprocessor_of(folder: str | os.PathLike[str], tower: VisionConfig) -> Preprocessor | None:

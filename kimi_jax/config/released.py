@@ -96,4 +96,30 @@ K3_VISION = {
     },
 }
 
+# preprocessor_config.json of K3.
+K3_PREPROCESSOR = {
+    "media_proc_cfg": {
+        "in_patch_limit": 65536,
+        "patch_size": 14,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+        "merge_kernel_size": 2,
+        "fixed_output_tokens": None,
+        "patch_limit_on_one_side": 512,
+        "in_patch_limit_each_frame": 16384,
+        "in_patch_limit_video": 655360,
+        "sample_fps": 8.0,
+        "temporal_merge_kernel_size": 4,
+        "timestamp_mode": "hh:mm:ss.fff",
+        "transparent_bg_config": {
+            "pattern": "chessboard",
+            "chessboard_square_size": 8,
+            "chessboard_square_on_top_left": True,
+            "chessboard_white_value": 255,
+            "chessboard_gray_value": 180,
+        },
+        "transparent_bg_fill_stage": "after_resize",
+    }
+}
+
 RELEASED = {"k3": K3, "k3.1": K3_1}  # by the names that users give them

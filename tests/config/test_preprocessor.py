@@ -6,35 +6,11 @@ import json
 import pytest
 
 from kimi_jax.config.preprocessor import Board, Preprocessor
+from kimi_jax.config.released import K3_PREPROCESSOR
 from kimi_jax.errors import ConfigError
 
-RELEASED = {
-    "auto_map": {"AutoProcessor": "x.Y"},
-    "media_proc_cfg": {
-        "in_patch_limit": 65536,
-        "patch_size": 14,
-        "image_mean": [0.5, 0.5, 0.5],
-        "image_std": [0.5, 0.5, 0.5],
-        "merge_kernel_size": 2,
-        "fixed_output_tokens": None,
-        "patch_limit_on_one_side": 512,
-        "in_patch_limit_each_frame": 16384,
-        "in_patch_limit_video": 655360,
-        "sample_fps": 8.0,
-        "max_num_frames_each_video": None,
-        "temporal_merge_kernel_size": 4,
-        "timestamp_mode": "hh:mm:ss.fff",
-        "transparent_bg_config": {
-            "pattern": "chessboard",
-            "chessboard_square_size": 8,
-            "chessboard_square_on_top_left": True,
-            "chessboard_white_value": 255,
-            "chessboard_gray_value": 180,
-        },
-        "transparent_bg_fill_stage": "after_resize",
-        "config_type": "media_proc.processors.moonvit.MoonViTMediaProcessorConfig",
-    },
-}
+RELEASED = {"auto_map": {"AutoProcessor": "x.Y"}, **copy.deepcopy(K3_PREPROCESSOR)}
+RELEASED["media_proc_cfg"] |= {"max_num_frames_each_video": None, "config_type": "x.Y"}
 OPTIONAL = ("transparent_bg_config", "transparent_bg_fill_stage", "config_type")
 OPTIONAL += ("max_num_frames_each_video",)
 
@@ -55,7 +31,7 @@ def changed(path, value=None, drop=False):
 def test_the_released_file():
     half = (0.5, 0.5, 0.5)
     expected = Preprocessor(14, 65536, 512, half, half, Board(8, 255, 180), "after_resize")
-    assert Preprocessor.from_hf(RELEASED) == expected
+    assert Preprocessor.from_hf(RELEASED) == Preprocessor.k3() == expected
 
 
 def test_without_a_board_alpha_is_dropped_and_the_stage_has_a_default():

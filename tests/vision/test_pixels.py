@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 from PIL import Image
 from visions import IMAGES
 
-from kimi_jax.config.preprocessor import Board, Preprocessor
+from kimi_jax.config.preprocessor import Preprocessor
 from kimi_jax.vision import pixels
 from kimi_jax.vision.pixels import image_patches, normalised_bytes, over_board
 from kimi_jax.vision.sizes import sizes_of
 
-HALF = (0.5, 0.5, 0.5)
-RELEASED = Preprocessor(14, 65536, 512, HALF, HALF, Board(8, 255, 180), "after_resize")
+RELEASED = Preprocessor.k3()
 TABLE = json.loads((GOLDEN / "vision" / "resize.json").read_text())["rows"]
 
 
