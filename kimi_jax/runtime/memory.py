@@ -101,13 +101,9 @@ class Plan:
     @functools.cached_property
     def terms(self) -> dict[str, int]:
         """Bytes of each term: weights, state, what rows to verify leave, and a step's inputs."""
+        quantization = expert_quantization(self.packed)
         weights = _weight_bytes(
-            self.config,
-            self.placement,
-            self.data,
-            self.model,
-            self.dtype,
-            expert_quantization(self.packed),
+            self.config, self.placement, self.data, self.model, self.dtype, quantization
         )
         state = {
             term: self.rows * (fixed + slot * self.slots)
@@ -147,8 +143,8 @@ class Plan:
     def verified_bytes(self, rollback: str) -> int:
         """Bytes that the rows to verify leave in a form of `model.attention.rollback`."""
         H = self.placement.padded(Role.HEADS, self.config.kda_heads, self.mesh) // self.model
-        rows = self.rows * (1 + self.drafts)
-        return rows * rollback_bytes(self.config, H, rollback, self.dtype)
+        row = rollback_bytes(self.config, H, rollback, self.dtype)
+        return self.rows * (1 + self.drafts) * row
 
     @property
     def total_bytes(self) -> int:
@@ -251,7 +247,8 @@ def plan(
     problems += _argument_problems(**values)
     if problems:
         raise PlacementError("\n".join(problems))
-    return Plan(**values | {name: int(values[name]) for name in _COUNTS})
+    values |= {name: int(values[name]) for name in _COUNTS}
+    return Plan(**values)
 
 
 def byte_count(name: str, value: Any) -> int:
@@ -412,9 +409,9 @@ def _row_notes(plan: Plan) -> Iterator[str]:
 
 def _verify_notes(plan: Plan) -> Iterator[str]:
     """A line for what verified rows leave, in both forms."""
+    replay, states = (bytes_text(plan.verified_bytes(form)) for form in ("replay", "checkpoints"))
     if plan.drafts:
-        sizes = [bytes_text(plan.verified_bytes(form)) for form in ("replay", "checkpoints")]
-        yield f"{1 + plan.drafts} rows to verify: {sizes[0]} to replay, {sizes[1]} as KDA states"
+        yield f"{1 + plan.drafts} rows to verify: {replay} to replay, {states} as KDA states"
 
 
 def _sum_notes(plan: Plan) -> Iterator[str]:
