@@ -175,24 +175,33 @@ def draw(logits: Float[Array, "B Z"], rows: Rows) -> Int[Array, " B"]:
 
 
 def gumbel_noise(
-    seeds: Int[Array, " B"], counts: Int[Array, " B"], vocab: int
+    seeds: Int[Array, " B"], counts: Int[Array, " B"], vocab: int, stream: int = 0
 ) -> Float[Array, "B Z"]:
-    """Standard Gumbel noise of each row, from the row's seed and count of tokens alone.
+    """Standard Gumbel noise of each row: minus log of minus log of `uniform_noise`."""
+    uniform = uniform_noise(seeds, counts, vocab, stream)
+    return -jnp.log(-jnp.log(jnp.maximum(uniform, np.finfo(np.float32).tiny)))
 
-    Equals `jax.random.gumbel` for the key of the seed with the count folded in, under JAX's default
-    settings. It is written out because those settings are the caller's: under another generator
-    (`jax_default_prng_impl`) a row of a batch would depend on its neighbours.
+
+def uniform_noise(
+    seeds: Int[Array, " B"], counts: Int[Array, " B"], count: int, stream: int = 0
+) -> Float[Array, "B Z"]:
+    """`count` numbers in 0 to 1 (exclusive) of each row, from the row's seed and count of tokens
+    alone; streams are independent of one another.
+
+    In stream 0 they are those of `jax.random.uniform` for the key of the seed with the count folded
+    in, under JAX's default settings. It is written out because those settings are the caller's:
+    under another generator (`jax_default_prng_impl`) a row of a batch would depend on its
+    neighbours.
     """
 
-    def of_row(seed: Array, count: Array) -> Array:
-        pair = lambda low: jnp.stack([jnp.uint32(0), low.astype(jnp.uint32)])  # noqa: E731
-        key = threefry_2x32(pair(seed), pair(count))
+    def of_row(seed: Array, tokens: Array) -> Array:
+        word = lambda high, low: jnp.stack([jnp.uint32(high), low.astype(jnp.uint32)])  # noqa: E731
+        key = threefry_2x32(word(0, seed), word(stream, tokens))
         counters = jnp.concatenate(
-            [jnp.zeros(vocab, jnp.uint32), jnp.arange(vocab, dtype="uint32")]
+            [jnp.zeros(count, jnp.uint32), jnp.arange(count, dtype="uint32")]
         )
         high, low = jnp.split(threefry_2x32(key, counters), 2)
         bits = ((high ^ low) >> np.uint32(9)) | np.uint32(0x3F800000)  # the mantissa of 1 to 2
-        uniform = jax.lax.bitcast_convert_type(bits, jnp.float32) - np.float32(1)
-        return -jnp.log(-jnp.log(jnp.maximum(uniform, np.finfo(np.float32).tiny)))
+        return jax.lax.bitcast_convert_type(bits, jnp.float32) - np.float32(1)
 
     return jax.vmap(of_row)(seeds, counts)
