@@ -113,12 +113,12 @@ def _plan(options: argparse.Namespace, config: Any) -> int:
 def _vision(options: argparse.Namespace, config: Any) -> Any:
     """The vision tower to count: that of a folder that has one, or where it is asked for."""
     from ..checkpoint.reader import vision_of
-    from ..config.released import K3_VISION, RELEASED
+    from ..config.released import RELEASED
     from ..config.vision import VisionConfig
 
     name = options.config or options.model or "k3.1"
     if name in RELEASED:
-        return VisionConfig.from_hf(K3_VISION, config) if options.vision else None
+        return VisionConfig.k3() if options.vision else None
     return vision_of(name, config, options.vision or (None if os.path.isdir(name) else False))
 
 

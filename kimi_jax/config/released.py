@@ -63,39 +63,6 @@ K3_1 = {
     },
 }
 
-# Of the top level of either file: the vision tower.
-K3_VISION = {
-    "media_placeholder_token_id": 163605,
-    "vision_config": {
-        "model_type": "moonvit3d",
-        "patch_size": 14,
-        "vt_hidden_size": 1024,
-        "vt_num_hidden_layers": 27,
-        "vt_num_attention_heads": 12,
-        "qkv_hidden_size": 1536,
-        "vt_intermediate_size": 4096,
-        "init_pos_emb_height": 64,
-        "init_pos_emb_width": 64,
-        "init_pos_emb_time": 4,
-        "pos_emb_type": "divided_fixed",
-        "pos_emb_interpolation_mode": "bilinear",
-        "norm_type": "rmsnorm",
-        "mlp_type": "mlp2",
-        "activation_func": "gelu_pytorch_tanh",
-        "attn_bias": False,
-        "linear_bias": False,
-        "patch_embed_proj_bias": False,
-        "merge_kernel_size": [2, 2],
-        "merge_type": "sd2_tpool",
-        "mm_projector_type": "patchmergerv2",
-        "mm_hidden_size": 1024,
-        "text_hidden_size": 7168,
-        "projector_hidden_act": "gelu",
-        "projector_ln_eps": 1e-5,
-        "video_attn_type": "spatial_temporal",
-    },
-}
-
 # preprocessor_config.json of K3.
 K3_PREPROCESSOR = {
     "media_proc_cfg": {

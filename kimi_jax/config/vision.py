@@ -15,7 +15,6 @@ from ..errors import ConfigError, shown
 from . import hf
 from .config import Config
 from .keys import ID, POSITIVE, SIZE, Field, Fixed, Rule, is_positive, keys_of
-from .released import K3_VISION
 from .section import Section
 
 MERGE = 2  # patches of a frame along each side that become one row of the decoder
@@ -144,7 +143,10 @@ class VisionConfig:
     @classmethod
     def k3(cls) -> VisionConfig:
         """The tower of Kimi K3 as released: 447 M parameters with its projector."""
-        return cls.from_hf(K3_VISION, Config.k3())
+        return cls(
+            patch=14, width=1024, blocks=27, heads=12, qkv_width=1536, ffn=4096, table_rows=64,
+            table_columns=64, most_frames=4, projector_eps=1e-5, hidden=7168, placeholder=163605,
+        )  # fmt: skip
 
     def to_hf(self) -> dict[str, Any]:
         """The keys of the top level that `from_hf` reads back as an equal config."""

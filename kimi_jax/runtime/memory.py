@@ -224,8 +224,7 @@ def plan(
     Needs no device and allocates nothing. `batch` requests of `context` tokens each (default 4096,
     or the model's limit where that is less); `packed`: experts in MXFP4 (default: as the config
     says); `vision`: a vision tower to count too; `drafts`: most drafts of a request. Raises one
-    `PlacementError` with every invalid
-    argument, or what `Placement.check` raises.
+    `PlacementError` with every invalid argument, or what `Placement.check` raises.
     """
     if not isinstance(config, Config):
         released = RELEASED.get(config) if isinstance(config, str) else None

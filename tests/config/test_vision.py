@@ -44,6 +44,15 @@ def test_a_released_file_is_read_and_written(released):
     assert config.with_eps(1e-5).norm_eps == 1e-5
 
 
+def test_the_released_tower_is_read_back():
+    config = VisionConfig.k3()
+    assert (config.head_dim, config.merged_width) == (128, 4096)
+    file = config.to_hf()
+    assert file["vision_config"]["merge_kernel_size"] == [2, 2]
+    assert VisionConfig.from_hf(file, Config.k3()) == VisionConfig.from_hf(file, Config.k3_1())
+    assert VisionConfig.from_hf(file, Config.k3()) == config
+
+
 WRONG = {
     "patch_size": 0,
     "vt_hidden_size": 33,
