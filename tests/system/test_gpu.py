@@ -17,7 +17,8 @@ from devices import BOTH, C, X, groups, loads, per_device, same_bits
 from jax.sharding import AxisType, Mesh
 from models import AWKWARD, prompts, write
 from oracles import close
-from tolerances import LOGITS
+from tolerances import LOGITS, VISION
+from visions import IMAGES, entry
 
 import kimi_jax as kj
 from kimi_jax.parallel import collectives
@@ -128,3 +129,13 @@ def test_a_chosen_sum_has_the_bits_of_its_definition(gpus, how):
     expected = emulate(partials, how)
     for one in jax.device_get(run(partials)):
         same_bits(one, expected)
+
+
+def test_images_are_encoded_as_the_golden_ones(gpus, golden):
+    """The vision tower in float32, its images over all GPUs."""
+    folder, expected = golden("vision")
+    model = kj.load(folder, kj.make_mesh(data=gpus), dtype="float32")
+    rows = model.encode_images([entry(expected, name) for name in IMAGES])
+    for name, got in zip(IMAGES, rows, strict=True):
+        want = expected[f"{name}.projected_f64"]
+        np.testing.assert_allclose(got, want, atol=VISION["float32"], rtol=0)
