@@ -47,6 +47,7 @@ from .runtime.images.encoder import load_encoder
 from .runtime.program import make_program
 from .runtime.runner import Ids
 from .speculation.verify import Verified, commit, verify
+from .text.images import check_placeholder
 from .text.tokenizer import CONFIG_FILE, RANKS_FILE, Tokenizer
 
 if TYPE_CHECKING:
@@ -250,6 +251,8 @@ def load(
         )
         program.refuse_what_exceeds(1, 1, tower)
         tokenizer = Tokenizer.from_folder(path, config.vocab) if Tokenizer.is_in(path) else None
+        if tower and tokenizer:
+            check_placeholder(tower.placeholder, tokenizer)
         read = checkpoint.read_unpacked if unpack else checkpoint.read
         params = read_weights(program.declared, placement, mesh, read, progress)
         encoder = tower and load_encoder(tower, mesh, program.dtype, checkpoint.read, progress)

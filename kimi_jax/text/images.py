@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from ..errors import ChatError, ImageError, shown
+from ..errors import ChatError, ConfigError, ImageError, shown
 from .tokenizer import Tokenizer
 
 MEDIA_MARKERS = ("<|media_begin|>", "<|media_content|>", "<|media_pad|>", "<|media_end|>")
@@ -60,6 +60,16 @@ class MediaMarkup:
         width, height = image.size
         pads = [self.pad] * image.rows
         return [self.begin, f"image {width}x{height}", self.content, *pads, self.end]
+
+
+def check_placeholder(placeholder: int, tokenizer: Tokenizer) -> None:
+    """Raise `ConfigError` where a config's id of placeholders is not the tokenizer's."""
+    pad = MEDIA_MARKERS[2]
+    if tokenizer.special_ids.get(pad, placeholder) != placeholder:
+        raise ConfigError(
+            f"media_placeholder_token_id: {placeholder} is not the id of {pad}, "
+            f"{tokenizer.id(pad)} in the tokenizer"
+        )
 
 
 def is_image_part(part: Any) -> bool:

@@ -228,3 +228,12 @@ def test_a_preprocessor_of_another_tower_is_refused(tmp_path):
     with pytest.raises(kj.ConfigError, match=r"patch_size: 16 is not vision_config\.patch_size=14"):
         kj.load(folder)
     assert kj.load(folder, vision=False).encoder is None
+
+
+def test_a_placeholder_that_is_not_the_tokenizers_is_refused(tmp_path):
+    folder = tmp_path / "model"
+    write_seeing(folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"media_placeholder_token_id": 9}))
+    with pytest.raises(kj.ConfigError, match="media_placeholder_token_id: 9 is not the id of"):
+        kj.load(folder)
