@@ -46,6 +46,7 @@ _MODULES = {  # public name: the module that holds it
     "ImagePatches": "vision.patches",
     "Implementations": "model.implementations",
     "Model": "api",
+    "NgramDraft": "speculation.ngram",
     "Placement": "parallel.placement",
     "PlacementError": "errors",
     "Plan": "runtime.memory",

@@ -43,6 +43,7 @@ from .runtime.sampling import Sample as Sample
 from .runtime.sampling import TokenLogprob as TokenLogprob
 from .speculation.drafter import Drafter as Drafter
 from .speculation.drafter import Proposal as Proposal
+from .speculation.ngram import NgramDraft as NgramDraft
 from .speculation.verify import Verified as Verified
 from .text.reply_parser import ChatEvent as ChatEvent
 from .text.tokenizer import Tokenizer as Tokenizer

@@ -42,6 +42,7 @@ EXAMPLES = """\
   kimi-jax generate 12,7,300 --tokens
   kimi-jax generate "What is this?" --image picture.png --model /path/to/checkpoint
   kimi-jax generate --input prompts.jsonl --output replies.jsonl --slots 64
+  kimi-jax generate "The Queen of Hearts, she" --draft ngram
   kimi-jax generate "The King" --devices 8 --mesh 2x4 --place experts=local
 
 A line of --input is text or a list of token ids in JSON, or an object with options of that prompt
@@ -75,6 +76,10 @@ def add(commands: Any) -> None:
     add("--input", type=utf8_text, metavar="FILE", help=help_input)
     help_output = "add completions to a file, one JSON line each; skips the prompts that it holds"
     add("--output", type=Path, metavar="FILE", help=help_output)
+    help_draft = "speculative decoding: ngram drafts what followed the latest tokens before"
+    add("--draft", choices=("ngram",), help=help_draft)
+    help_drafts = "most drafts a step (7)"
+    add("--drafts", type=whole(1, 64), metavar="K", help=help_drafts)
     add("--json", action="store_true", help="print a line of JSON for each completion")
     add("--verbose", action="store_true", help="log each request's events on standard error")
     add_sampling(command, max_new_tokens=64, temperature=0.0, top_p=1.0)
@@ -83,7 +88,7 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
-    records = _records(options)
+    records, drafting = _records(options), _drafting(options)
     settings = {**sampling_options(options), "logprobs": options.logprobs or False}
     is_file = bool(options.input or options.output)
     is_streamed = len(records) == 1 and not (options.json or options.verbose or is_file)
@@ -104,9 +109,20 @@ def run(options: argparse.Namespace) -> int:
         use_compilation_cache()
         model = load_model(folder, options)
     if is_streamed:
-        _stream(model, records[0], settings)
+        _stream(model, records[0], settings | drafting)
         return 0
-    return _run_records(options, model, records, missing, output, settings)
+    return _run_records(options, model, records, missing, output, settings, drafting)
+
+
+def _drafting(options: argparse.Namespace) -> dict[str, Any]:
+    """The drafter, and how much it drafts."""
+    if not options.draft:
+        if options.drafts:
+            raise CommandError("--drafts is for a drafter: name one with --draft")
+        return {}
+    from ..speculation.ngram import NgramDraft
+
+    return {"draft": NgramDraft(most=options.drafts) if options.drafts else NgramDraft()}
 
 
 def _run_records(
@@ -116,6 +132,7 @@ def _run_records(
     missing: list[Record],
     output: Output | None,
     settings: dict[str, Any],
+    drafting: dict[str, Any],
 ) -> int:
     """Complete the records that are not done; print their completions or write them to a file."""
     if len(missing) < len(records):
@@ -129,6 +146,7 @@ def _run_records(
             completions = model.generate(
                 [record.given for record in portion],
                 **per_prompt(settings, portion),
+                **drafting,
                 slots=options.slots,
                 verbose=options.verbose,
                 on_completion=finish,
@@ -258,8 +276,15 @@ def _stream(model: Any, record: Record, settings: dict[str, Any]) -> None:
         f"compiled in {usage.compile_seconds:.1f} s; {usage.prompt_tokens} prompt tokens"
         f"{of_images}, prefill "
         f"{prefill:.0f} tok/s; {usage.generated_tokens} new tokens, decode "
-        f"{decode:.0f} tok/s; ended by {event.finish_reason}"
+        f"{decode:.0f} tok/s; ended by {event.finish_reason}{_rounds(event.acceptance)}"
     )
+
+
+def _rounds(acceptance: Any) -> str:
+    """What became of drafts, if there were any."""
+    if acceptance is None:
+        return ""
+    return f"; {acceptance.rounds} rounds of drafts, {acceptance.length:.2f} tokens each"
 
 
 def _readable(model: Any, prompt: str | Sequence[int]) -> str:

@@ -78,6 +78,7 @@ class Event:
     logprob: TokenLogprob | None = None
     finish_reason: str | None = None
     usage: Usage = NO_USAGE
+    acceptance: Acceptance | None = None  # of drafts, in the last event
 
 
 @described()
@@ -371,7 +372,10 @@ class _TextReply:
         is_last = count == len(request.tokens) and request.stop_id is None
         reason = request.finish_reason if is_last else None
         logprob = request.logprobs[i] if request.options.logprobs else None
-        return Event(self.pieces[i], request.tokens[i], logprob, reason, request.usage(count))
+        acceptance = request.acceptance if is_last else None
+        return Event(
+            self.pieces[i], request.tokens[i], logprob, reason, request.usage(count), acceptance
+        )
 
 
 def _tell_completions(
@@ -415,7 +419,8 @@ def _events(
     if session:
         session.hold(request.prompt, request.tokens)
     if request.stop_id is not None:
-        yield Event(reply.rest, None, None, request.finish_reason, request.usage(sent))
+        usage, acceptance = request.usage(sent), request.acceptance
+        yield Event(reply.rest, None, None, request.finish_reason, usage, acceptance)
 
 
 def _say(line: str) -> None:

@@ -10,6 +10,7 @@ from tolerances import EXACT
 
 import kimi_jax as kj
 from kimi_jax.model.step import Tapped
+from kimi_jax.speculation.ngram import following
 
 PROMPTS = [np.random.default_rng(n).integers(0, SHALLOW.vocab, n).tolist() for n in (3, 21, 1, 8)]
 GREEDY = dict(max_new_tokens=[9, 5, 12, 1], stop_tokens=[])
@@ -150,6 +151,42 @@ def test_greedy_tokens_on_a_mesh_are_those_of_one_device(tmp_path, walk, mesh, p
         found = model.generate(ids, draft=draft, **options)
         assert [reply.tokens for reply in found] == [reply.tokens for reply in wanted]
         assert [reply.acceptance.accepted[0] for reply in found[:3]] == [min(right, 3)] * 3
+
+
+@pytest.mark.parametrize(
+    "text, n, wanted",
+    [
+        ([1, 2, 3, 1, 2], 3, [3, 1, 2]),
+        ([1, 2, 9, 4, 2, 1, 2], 3, [9, 4, 2, 1, 2]),  # two tokens before one that stood later
+        ([1, 2, 9, 4, 2, 1, 2], 1, [1, 2]),
+        ([5, 5, 5], 2, [5]),
+        ([1, 2, 3], 3, []),
+        ([1], 3, []),
+    ],
+)
+def test_what_followed_the_longest_ending_that_stood_before(text, n, wanted):
+    assert following(np.array(text), n).tolist() == wanted
+
+
+def test_an_ngram_drafter_changes_no_token_and_is_right_where_text_repeats(model):
+    prompt = list(range(SHALLOW.vocab))  # whatever comes next stands in it
+    (wanted,) = model.generate([prompt], max_new_tokens=9, stop_tokens=[])
+    (found,) = model.generate(
+        [prompt], max_new_tokens=9, stop_tokens=[], draft=kj.NgramDraft(most=3)
+    )
+    assert found.tokens == wanted.tokens and sum(found.acceptance.drafts) > 0
+    draft = kj.NgramDraft(n=2, most=3)
+    state = draft.begin(2, 8)
+    state = draft.extend(
+        state, np.array([[1, 2, 3, 1]] * 2), None, np.zeros(2, int), np.array([4, 3])
+    )
+    greedy, starts = np.zeros(2, np.float32), np.array([4, 3])
+    proposal = draft.propose(state, np.array([2, 4]), starts, np.array([2, 3]), 3, greedy, starts)
+    assert proposal.lengths.tolist() == [2, 0] and proposal.ids[0, :2].tolist() == [3, 1]
+    with pytest.raises(ValueError, match="have no confidence"):
+        model.generate([prompt], draft=draft, draft_threshold=0.5)
+    with pytest.raises(ValueError, match=r"n must be a whole number in 1..64, got 0\nmost"):
+        kj.NgramDraft(n=0, most=65)
 
 
 def test_wrong_options_of_drafts_are_refused(model):
