@@ -82,7 +82,8 @@ def as_list(prompts: Any) -> list:
         raise PromptError(USE_CHAT)
     items = items_of(prompts)
     if items is None:
-        raise PromptError(f"prompts must be strings or lists of token ids, got {shown(prompts)}")
+        expected = "strings, lists of token ids, or lists of parts with images"
+        raise PromptError(f"prompts must be {expected}; got {shown(prompts)}")
     if is_parts(items):
         return [items]
     is_flat = [not isinstance(item, str | Sequence) and not np.ndim(item) for item in items]

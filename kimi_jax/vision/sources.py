@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ImageError, InputError, shown
+from ..errors import FileError, ImageError, InputError, shown
+from ..files import read_regular
 
+MOST_BYTES = 2**28  # of a file
 MOST_PIXELS = 2**27  # of an image before it is resized; more is taken for a decompression bomb
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
 _MODES = frozenset("1 L LA La P PA RGB RGBA RGBa RGBX CMYK YCbCr LAB HSV".split())
@@ -83,11 +85,9 @@ def _of_data_url(head: str, body: str) -> bytes:
 
 def _of_file(path: str | os.PathLike[str]) -> bytes:
     try:
-        with open(path, "rb") as file:
-            return file.read()
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ImageError(f"{shown(os.fspath(path))}: {reason}") from error
+        return read_regular(path, MOST_BYTES)
+    except FileError as error:
+        raise ImageError(f"{shown(os.fspath(path))}: {error.reason}") from error
 
 
 def _decoded(module: Any, data: bytes, name: str) -> Image:

@@ -61,7 +61,14 @@ def checked(model, count=1, **options):
     prompts = lambda: [[1]] * count  # noqa: E731
     owners = {name: options.pop(name, None) for name in ("cache", "session")}
     requests, _ = g._prepare(
-        model, prompts, Options(**options), n=n, slots=slots, trip=trip, **owners
+        model,
+        prompts,
+        Options(**options),
+        n=n,
+        slots=slots,
+        trip=trip,
+        drafting=g.NO_DRAFT,
+        **owners,
     )
     return [request.options for request in requests]
 
