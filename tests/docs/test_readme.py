@@ -7,6 +7,7 @@ import jax
 import numpy as np
 from chats import Script
 from conftest import ROOT
+from PIL import Image
 from visions import picture, write_seeing
 
 import kimi_jax as kj
@@ -56,13 +57,14 @@ def test_the_python_of_chat_runs(monkeypatch, capsys):
     assert names["stream"].reply.tokens == call[:3] and capsys.readouterr().out == "\n"
 
 
-def test_the_python_of_images_runs(tmp_path):
-    model = kj.load(write_seeing(tmp_path / "seeing"), chunk=16)
-    names = {"kj": kj, "model": model, "image": picture(0)}
-    block = re.search(r"```python\n(# image: .*?)```", TEXT, re.S)
+def test_the_python_of_images_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Image.fromarray(picture(0)).save("picture.png")
+    names = {"kj": kj, "model": kj.load(write_seeing(tmp_path / "seeing"), chunk=16)}
+    block = re.search(r"```python\n(image = .*?)```", TEXT, re.S)
     exec(compile(block[1], "README.md", "exec"), names)
     assert names["reply"].usage.image_tokens == names["completion"].usage.image_tokens == 20
-    assert names["rows"].shape == (20, model.config.hidden)
+    assert names["rows"].shape == (20, names["model"].config.hidden)
 
 
 def test_the_python_of_many_devices_runs(monkeypatch, tmp_path):
