@@ -51,6 +51,7 @@ from kimi_jax.parallel.mesh import DATA, MODEL
 from kimi_jax.runtime.model_on_mesh import WALKS
 from kimi_jax.runtime.probes import CompiledPart, compile_decode_steps, compile_parts, compile_step
 from kimi_jax.runtime.program import Program, make_program
+from kimi_jax.speculation.verify import VerifyParts
 
 TARGET = """\
 gpu_device_info {
@@ -125,13 +126,14 @@ def parse() -> argparse.Namespace:
     add("--placement", type=json.loads, default={}, metavar="JSON", help="fields of a Placement")
     add(
         "--step",
-        choices=("decode", "decode_steps", "prefill"),
+        choices=("decode", "decode_steps", "prefill", "verify"),
         default="decode",
         help="what to compile (decode)",
     )
     add("--batch", type=int, default=1, metavar="N", help="requests, padded to a multiple of D (1)")
     add("--context", type=int, default=4096, metavar="N", help="slots for each request (4096)")
     add("--rows", type=int, default=4096, metavar="N", help="tokens of all requests of a prefill")
+    add("--drafts", type=int, default=7, metavar="K", help="drafts a request of a verify step (7)")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="(bfloat16)")
     add("--transport", choices=("padded", "ragged"), default="ragged", help="to experts (ragged)")
     add("--walk", choices=WALKS, default="by_group", help="over the layers (by_group)")
@@ -173,7 +175,9 @@ def report(options: argparse.Namespace) -> dict[str, Any]:
         implementations=dataclasses.replace(fast_on("gpu"), transport=options.transport),
     )
     batch = -(-options.batch // data) * data
-    tokens = -(-options.rows // batch) if options.step == "prefill" else 1
+    tokens = {"prefill": -(-options.rows // batch), "verify": 1 + options.drafts}.get(
+        options.step, 1
+    )
     if options.bill:  # a program out of the cache is not dumped
         jax.config.update("jax_enable_compilation_cache", False)
     with tempfile.TemporaryDirectory() as dump:
@@ -237,7 +241,10 @@ def compile_for(
             *(program, batch, tokens, options.context, flags),
             samples=samples,
             alike=options.alike,
+            by_group=VerifyParts(program, None) if options.step == "verify" else None,
         )
+    if options.step == "verify":
+        raise SystemExit("--step verify is for --walk by_group")
     if samples:
         compiled, seconds = compile_decode_steps(program, batch, options.context, flags("step"))
     else:

@@ -29,7 +29,7 @@ from ..model.state import State
 from ..parallel.collectives import all_reduce
 from ..parallel.on_mesh import BY_MODEL_RANK, model_ranks, on_model_ranks
 from ..parallel.reductions import Reduction
-from .by_group import Part
+from .by_group import ByGroup, Part
 from .model_on_mesh import BY_ROW, REPLICATED, STATE, WEIGHTS
 from .program import Program
 from .rows import Rows
@@ -121,18 +121,20 @@ def compile_parts(
     *,
     samples: bool = False,
     alike: bool = False,
+    by_group: ByGroup | None = None,
 ) -> tuple[list[CompiledPart], dict[str, float]]:
     """`compile_step` for a program that walks by group: every program of a step, and the seconds of
     tracing and lowering and of compiling all of them. `options_of` gives the compiler's options for
     a part by its name. With `samples`, a step of the multi-step decode, of 8 steps a call, greedy.
     With `alike`, programs that take equal arguments, and so differ in where residual blocks start
-    alone, are compiled once: the first stands for all of them.
+    alone, are compiled once: the first stands for all of them. `by_group`: the parts of a step of
+    another kind.
     """
     B = program.padded_rows(B)
     by_row = NamedSharding(program.mesh, BY_ROW)
     ids = jax.ShapeDtypeStruct((B, T), jnp.int32, sharding=by_row)
     lengths = jax.ShapeDtypeStruct((B,), jnp.int32, sharding=by_row)
-    by_group = program.by_group("decode" if T == 1 else "prefill")
+    by_group = by_group or program.by_group("decode" if T == 1 else "prefill")
     begin = time.perf_counter()
     arguments = (program.weight_shapes, program.state_shapes(B, slots), ids, lengths)
     parts = list(by_group.parts(*arguments, _greedy_rows(program, B) if samples else None))

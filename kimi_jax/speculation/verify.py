@@ -2,12 +2,14 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int
 
 from ..compilation.function import CompiledFunction
@@ -16,7 +18,7 @@ from ..model.attention.rollback import Pending, Verifying, pending_tree, row_at
 from ..model.state import KDAState, MLAState, State
 from ..model.step import Tapped
 from ..parallel.on_mesh import own_mesh
-from ..runtime.by_group import ByGroup
+from ..runtime.by_group import ByGroup, Part
 from ..runtime.model_on_mesh import (
     BY_ROW,
     STATE,
@@ -25,6 +27,7 @@ from ..runtime.model_on_mesh import (
     StatesFunction,
 )
 from ..runtime.program import Program
+from ..runtime.rows import Rows
 from ..runtime.runner import Ids, Runner, checked
 from .taps import joined_taps, side_by_side, tapped_of
 
@@ -114,7 +117,7 @@ def commit_rows(runner: Runner, verified: Verified, count: np.ndarray) -> State:
     """
     counts = np.zeros(len(verified.state.length), np.int32)
     counts[: len(count)] = count
-    step = _commit_step(runner.program)
+    step = StatesFunction(runner.program, commit_step(runner.program), 0)
     return step(verified.state, verified.pending, verified.hidden, runner.place_rows(counts))
 
 
@@ -159,6 +162,32 @@ class VerifyParts(ByGroup):
         pending = with_layers(after, left_of).layers
         taps = None if taps is None else joined_taps(self.program)(taps)
         return logits, taps, dataclasses.replace(after, layers=[layers]), pending, out
+
+    def parts(
+        self, weights: dict, state: State, tokens: Any, lengths: Any, rows: Rows | None = None
+    ) -> Iterator[Part]:
+        """Every program of a step and of its commit, lowered for arrays or their shapes."""
+        program, ends = self.program, self.end_weights(weights)
+        *parts, _ = super().parts(weights, state, tokens, lengths)
+        yield from parts
+        (B, T), D = tokens.shape, program.config.hidden
+        by_row = NamedSharding(program.mesh, BY_ROW)
+        out = jax.ShapeDtypeStruct((B, T, D), program.dtype, sharding=by_row)
+        left = jax.eval_shape(lambda state: self.left_of_rows(state, T), state)
+        pending = jax.tree.map(
+            lambda x, spec: jax.ShapeDtypeStruct(
+                x.shape, x.dtype, sharding=NamedSharding(program.mesh, spec)
+            ),
+            left,
+            pending_specs(program),
+        )
+        yield Part("commit", 1, commit_step(program).lower(state, pending, out, lengths))
+        yield Part("head", 1, self.head.lower(out, ends))
+
+    def left_of_rows(self, state: State, T: int) -> list[list[Pending | None]]:
+        """Room for what T rows a request leave of each layer."""
+        rollback = self.program.implementations.rollback
+        return with_layers(state, lambda x: left_of(entering(x, T, rollback))).layers
 
     def entering(self, recurrent: list[KDAState], T: int) -> list:
         """With room for what rows leave."""
@@ -206,7 +235,7 @@ def pending_specs(program: Program) -> list[list[Pending | None]]:
 
 
 @functools.lru_cache(maxsize=32)
-def _commit_step(program: Program) -> StatesFunction:
+def commit_step(program: Program) -> CompiledFunction:
     """(state, pending, output rows [B, T, D], count [B]) -> the state after the first `count` rows.
     Compiled; the state is consumed.
     """
@@ -218,8 +247,7 @@ def _commit_step(program: Program) -> StatesFunction:
         return dataclasses.replace(after, length=state.length + count, hidden=hidden)
 
     inputs = (STATE, pending_specs(program), BY_ROW, BY_ROW)
-    compiled = program.compiled(device_fn, inputs, STATE, "a commit", donate=0)
-    return StatesFunction(program, compiled, 0)
+    return program.compiled(device_fn, inputs, STATE, "a commit", donate=0)
 
 
 def committed(layer: Any, left: Pending | None, start: Array, count: Array) -> Any:

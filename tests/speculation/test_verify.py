@@ -4,6 +4,7 @@ numbers of another implementation.
 
 import dataclasses
 import functools
+import math
 
 import jax
 import numpy as np
@@ -16,6 +17,9 @@ from tolerances import EXACT, LOGITS, STATE
 
 import kimi_jax as kj
 from kimi_jax.model.implementations import Implementations
+from kimi_jax.runtime.probes import compile_parts
+from kimi_jax.runtime.program import make_program
+from kimi_jax.speculation.verify import VerifyParts
 
 P = kj.Placement
 STARTS = np.array([6, 1, 11, 0, 9, 6, 3, 5])  # tokens that each request has seen
@@ -254,3 +258,16 @@ def test_hidden_states_of_prompts_by_group_equal_scanned_ones(one_device):
         np.asarray(m.hidden(ids, [0, 3], lengths, stream="mixture"))[..., :3, :] for m in walks
     ]
     np.testing.assert_allclose(*found, atol=EXACT, rtol=0)
+
+
+def test_the_programs_of_a_verify_step_compile_from_shapes_alone():
+    program = make_program(GROUPS, kj.make_mesh(1, 2), dtype="float32", walk="by_group")
+    parts, _ = compile_parts(program, 2, 4, 32, by_group=VerifyParts(program, None))
+    names = [part.name for part in parts]
+    assert (names[0], names[-3:]) == ("begin", ["end", "commit", "head"])
+    memory = parts[-2].compiled.memory_analysis()
+    state = sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves(program.state_shapes(2, 32))
+    )
+    assert memory.alias_size_in_bytes == state  # a commit changes the state in place
