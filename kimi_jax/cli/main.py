@@ -158,7 +158,7 @@ def make_parser() -> Parser:
     """The parser of all commands; each command's module adds its own options."""
     parser = Parser(
         prog="kimi-jax",
-        description="Kimi K3 and K3.1-Pro text decoders in JAX.",
+        description="Kimi K3 and K3.1-Pro in JAX: text and images to text.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=EPILOG,
     )
