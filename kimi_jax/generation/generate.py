@@ -12,7 +12,7 @@ from ..parallel.processes import agree, together
 from ..progress import Progress
 from ..runtime.sampling import TokenLogprob
 from ..speculation.drafter import Drafter
-from ..speculation.rounds import Drafting
+from ..speculation.rounds import ACCEPTANCE, EXACT, Drafting
 from ..text.stops import TextBuilder
 from ..text.tokenizer import Tokenizer
 from .engine import SLOTS, STEPS_PER_CALL, Report, RunOptions, run
@@ -36,6 +36,7 @@ class StreamKeywords(RequestKeywords, total=False):
     draft: Drafter | None
     drafts: int | None
     draft_threshold: float
+    draft_rule: str
 
 
 class GenerateKeywords(StreamKeywords, total=False):
@@ -48,7 +49,7 @@ class GenerateKeywords(StreamKeywords, total=False):
 
 
 NO_USAGE = Usage(0, 0, 0.0, 0.0)
-NO_DRAFT = (None, None, 0.0)  # draft, drafts, draft_threshold
+NO_DRAFT = (None, None, 0.0, EXACT)  # draft, drafts, draft_threshold, draft_rule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +95,7 @@ def generate(
     draft: Drafter | None = None,
     drafts: int | None = None,
     draft_threshold: float = 0.0,
+    draft_rule: str = EXACT,
     progress: bool | None = None,
     verbose: bool = False,
     on_completion: Callable[[int, Completion], None] | None = None,
@@ -123,6 +125,9 @@ def generate(
     - `drafts`: most drafts a round; None: as many as the drafter proposes.
     - `draft_threshold`: a round ends before the first draft of which the drafter is less confident,
       0 to 1.
+    - `draft_rule`: which drafts are accepted: "exact", those that the model would have sampled, so
+      that replies are those without a draft; or rejection sampling, "standard" or "block", which
+      accepts more of what a drafter draws and has the same distribution. Greedy replies are equal.
     - `progress`: show a bar; None: on a terminal, after a second.
     - `verbose`: print a line for each prompt that begins or ends, on standard error.
     - `on_completion`: called with the number of a completion and the completion when it ends.
@@ -131,7 +136,8 @@ def generate(
     common = make_options(options, "generate", GenerateKeywords.__annotations__.keys() | {"n"})
     requests, run_options = _prepare(
         model, lambda: as_list(prompts), common, n=n, slots=slots, trip=trip,
-        cache=prefix_cache, session=session, drafting=(draft, drafts, draft_threshold), log=log,
+        cache=prefix_cache, session=session, log=log,
+        drafting=(draft, drafts, draft_threshold, draft_rule),
     )  # fmt: skip
     if session and not requests[0].error:
         session.end_turn()
@@ -160,6 +166,7 @@ def stream(
     draft: Drafter | None = None,
     drafts: int | None = None,
     draft_threshold: float = 0.0,
+    draft_rule: str = EXACT,
     **options: Unpack[RequestKeywords],
 ) -> Iterator[Event]:
     """Continue one prompt, yielding an `Event` per token, in groups of up to `trip`; the texts
@@ -170,7 +177,7 @@ def stream(
     `FloatingPointError`.
     """
     common = make_options(options, "stream", StreamKeywords.__annotations__.keys())
-    drafting = (draft, drafts, draft_threshold)
+    drafting = (draft, drafts, draft_threshold, draft_rule)
     _, events = start(
         model, prompt, common, trip=trip, cache=prefix_cache, session=session, drafting=drafting
     )
@@ -185,7 +192,7 @@ def start(
     trip: int = STREAM_STEPS,
     cache: PrefixCache | None = None,
     session: SessionState | None = None,
-    drafting: tuple[Any, Any, Any] = NO_DRAFT,
+    drafting: tuple[Any, Any, Any, Any] = NO_DRAFT,
     is_conversation: bool = False,
 ) -> tuple[Request, Iterator[Event]]:
     """The request of `stream`, and its events; with `is_conversation` the prompt is the
@@ -216,7 +223,7 @@ def _prepare(
     trip: Any,
     cache: Any,
     session: Any,
-    drafting: tuple[Any, Any, Any],
+    drafting: tuple[Any, Any, Any, Any],
     log: Callable[[str], None] | None = None,
     is_conversation: bool = False,
 ) -> tuple[list[Request], RunOptions]:
@@ -266,11 +273,14 @@ def _completions(n: Any, count: int, session: Any, problems: list[str]) -> list[
     return [int(value) if is_whole(value, 1) else 1 for value in values]
 
 
-def _drafting(draft: Any, drafts: Any, threshold: Any, problems: list[str]) -> Drafting | None:
+def _drafting(
+    draft: Any, drafts: Any, threshold: Any, rule: Any, problems: list[str]
+) -> Drafting | None:
     """The checked options of drafts; anything where there are problems."""
     if draft is None:
         problems += ["drafts= is for a draft: give one with draft="] * (drafts is not None)
         problems += ["draft_threshold= is for a draft: give one with draft="] * (threshold != 0)
+        problems += ["draft_rule= is for a draft: give one with draft="] * (rule != EXACT)
         return None
     found = []
     if not isinstance(draft, Drafter):
@@ -279,10 +289,13 @@ def _drafting(draft: Any, drafts: Any, threshold: Any, problems: list[str]) -> D
         found.append(f"drafts must be a whole number in 1..{draft.most}, got {shown(drafts)}")
     if not (is_number(threshold) and 0 <= threshold <= 1):
         found.append(f"draft_threshold must lie in 0..1, got {shown(threshold)}")
+    if rule not in ACCEPTANCE:
+        found.append(f"draft_rule must be one of {', '.join(ACCEPTANCE)}, got {shown(rule)}")
     problems += found
     if found:
         return None
-    return Drafting(draft, draft.most if drafts is None else int(drafts), float(threshold))
+    count = draft.most if drafts is None else int(drafts)
+    return Drafting(draft, count, float(threshold), rule)
 
 
 def _check_owners(

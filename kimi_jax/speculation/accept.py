@@ -21,6 +21,7 @@ from ..runtime.model_on_mesh import BY_ROW, BY_SECOND, STATE, WEIGHTS, CallsInTu
 from ..runtime.program import Program
 from ..runtime.rows import Rows
 from ..runtime.sampling import sample
+from .acceptance import accept_drawn
 
 
 @functools.lru_cache(maxsize=32)
@@ -61,6 +62,39 @@ def accept(
     room = jax.tree.map(lambda x: jnp.zeros((T, *x.shape), x.dtype), shapes)
     _, count, sampled = jax.lax.fori_loop(0, T, after_row, (rows, jnp.zeros(B, jnp.int32), room))
     return sampled, count
+
+
+@functools.lru_cache(maxsize=32)
+def rejection_step(program: Program, rule: str, is_drawn: bool) -> CompiledFunction:
+    """`accept_step` by a rule of `acceptance.RULES`, with the distributions [B, T - 1, Z] that the
+    drafts were drawn from as one more argument where `is_drawn`. Compiled.
+    """
+
+    def device_fn(
+        logits: Array, tokens: Array, lengths: Array, rows: Rows, *drawn_from: Array
+    ) -> tuple[Any, Array]:
+        rows, q = going(rows, lengths > 0), drawn_from[0] if drawn_from else None
+        counts = jnp.maximum(lengths - 1, 0)
+        ids, count = accept_drawn(logits, tokens[:, 1:], q, counts, rows, rule)
+        described = jax.vmap(described_ids, (1, 1, None))(logits, ids, rows.top_logprobs)
+        return (ids.T, *described), count
+
+    inputs = (BY_ROW, BY_ROW, BY_ROW, BY_ROW, *[BY_ROW] * is_drawn)
+    name = f"drafts accepted by the {rule} rule"
+    return program.compiled(device_fn, inputs, (BY_SECOND, BY_ROW), name)
+
+
+def described_ids(
+    logits: Float[Array, "B Z"], ids: Int[Array, " B"], top: int
+) -> tuple[Array, Array, Array, Array]:
+    """What `sample` says of its ids: whether the logits could be used, log-probabilities, and the
+    best tokens with theirs.
+    """
+    usable = jnp.isfinite(logits.max(-1)) & ~jnp.isnan(logits).any(-1)
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    best, best_ids = jax.lax.top_k(logprobs, top)
+    chosen = jnp.take_along_axis(logprobs, ids[:, None], 1)[:, 0]
+    return usable, chosen, best_ids.astype(jnp.int32), best
 
 
 def _column(x: Array, i: Array) -> Array:

@@ -15,21 +15,27 @@ from ..parallel.processes import to_host
 from ..runtime.images.rows import GivenRows
 from ..runtime.rows import Rows
 from ..runtime.runner import Runner
-from .accept import accept_step, logits_step
+from .accept import accept_step, logits_step, rejection_step
+from .acceptance import RULES
 from .drafter import Drafter
 from .taps import prefill_tapped
 from .verify import commit_rows, verify_rows
+
+EXACT = "exact"  # `accept`: the tokens are those without a draft
+ACCEPTANCE = (EXACT, *RULES)
 
 
 @dataclasses.dataclass(frozen=True)
 class Drafting:
     """What drafts, and how much: at most `count` tokens a round, fewer where the drafter's
-    confidence in one falls below `threshold`.
+    confidence in one falls below `threshold`. `rule`: how they are accepted, `EXACT` or a name of
+    `acceptance.RULES`; under these, drafts may be drawn.
     """
 
     drafter: Drafter
     count: int
     threshold: float = 0.0
+    rule: str = EXACT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,40 +138,50 @@ class Rounds:
         drafts follow it; -1 is a row without a request. The state is consumed.
         """
         drafter, is_active = self.drafting.drafter, limits >= 0
-        tokens, drafts = self._proposed(anchors, starts, np.maximum(limits, 0))
+        tokens, drafts, q = self._proposed(rows, anchors, starts, np.maximum(limits, 0))
         lengths = np.where(is_active, drafts + 1, 0).astype(np.int32)
         verified = verify_rows(self.runner, state, tokens, lengths, drafter.tapped)
-        sampled, count = self._accept(verified.logits, tokens, lengths, rows)
+        sampled, count = self._accept(verified.logits, tokens, lengths, rows, q)
         state = commit_rows(self.runner, verified, count)
         self.slots = drafter.extend(self.slots, tokens, verified.taps, starts, count)
         return Round(sampled, count, np.where(is_active, drafts, 0)), state
 
     def _proposed(
-        self, anchors: np.ndarray, starts: np.ndarray, limits: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """The rows to verify [B, T], and how many drafts each has: T is 1 where none has any, so
-        that few programs are compiled.
+        self, rows: Rows, anchors: np.ndarray, starts: np.ndarray, limits: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, Array | None]:
+        """The rows to verify [B, T], how many drafts each has, and what these were drawn from: T is
+        1 where none has any, so that few programs are compiled.
         """
-        B, most = len(anchors), self.drafting.count
-        greedy = np.zeros(B, np.float32)
-        proposal = self.drafting.drafter.propose(
-            self.slots, anchors, starts, limits, most, greedy, anchors, self.drafting.threshold
+        B, most, drafting = len(anchors), self.drafting.count, self.drafting
+        temperature, seeds = np.zeros(B, np.float32), np.zeros(B, np.int32)
+        if drafting.rule != EXACT:
+            temperature, seeds = to_host(rows.temperature), to_host(rows.seeds)
+        proposal = drafting.drafter.propose(
+            self.slots, anchors, starts, limits, most, temperature, seeds, drafting.threshold
         )
-        ids, lengths = (
-            to_host(x) if isinstance(x, Array) else x for x in (proposal.ids, proposal.lengths)
-        )
+        ids, lengths = _on_host(proposal.ids), _on_host(proposal.lengths)
         drafts = np.minimum(lengths[:B], limits).astype(np.int32)
         tokens = np.zeros((B, 1 + most if drafts.any() else 1), np.int32)
         tokens[:, 0] = anchors
         width = min(ids.shape[1], tokens.shape[1] - 1)
         tokens[:, 1 : 1 + width] = ids[:B, :width]
-        return tokens, drafts
+        return tokens, drafts, proposal.probabilities
 
     def _accept(
-        self, logits: Array, tokens: np.ndarray, lengths: np.ndarray, rows: Rows
+        self,
+        logits: Array,
+        tokens: np.ndarray,
+        lengths: np.ndarray,
+        rows: Rows,
+        q: Array | None = None,
     ) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
-        place = self.runner.place_rows
-        results = accept_step(self.runner.program)(logits, place(tokens), place(lengths), rows)
+        program, rule = self.runner.program, self.drafting.rule
+        placed = [self.runner.place_rows(x) for x in (tokens, lengths)]
+        if rule == EXACT or tokens.shape[1] == 1:
+            results = accept_step(program)(logits, *placed, rows)
+        else:
+            step = rejection_step(program, rule, q is not None)
+            results = step(logits, *placed, rows, *([] if q is None else [q]))
         sampled, count = jax.tree.map(to_host, results)
         return sampled, count
 

@@ -79,6 +79,23 @@ def test_drawn_tokens_are_those_without_a_draft(model, plain, right):
             )
 
 
+@pytest.mark.parametrize("rule", ["standard", "block"])
+def test_rules_of_rejection_give_greedy_tokens_and_draw_the_others(model, plain, rule):
+    """A draft that is right is accepted with its probability: greedy rows accept all."""
+    wanted, texts = plain("greedy")
+    options = dict(GREEDY, slots=2, draft=drafter(texts), draft_rule=rule)
+    greedy = model.generate(PROMPTS, **options)
+    assert [reply.tokens for reply in greedy] == [reply.tokens for reply in wanted]
+    assert greedy[0].acceptance.accepted == greedy[0].acceptance.drafts
+    options |= dict(temperature=1.0, seed=2, logprobs=1)
+    drawn, again = (model.generate(PROMPTS, **options) for _ in range(2))
+    assert [x.tokens for x in drawn] == [x.tokens for x in again] != [x.tokens for x in wanted]
+    for prompt, reply in zip(PROMPTS, drawn, strict=True):
+        scores = model.score([prompt + reply.tokens])[0].logprobs[-len(reply.tokens) :]
+        found = [entry.logprob for entry in reply.logprobs]
+        np.testing.assert_allclose(found, scores, atol=1e-6)
+
+
 def test_turns_of_a_session_and_their_drafter_are_those_of_a_run_without(model, plain):
     """A drafter that reads hidden states has those of the full conversation in every turn, also of
     one after a turn without it.
@@ -193,6 +210,8 @@ def test_wrong_options_of_drafts_are_refused(model):
     draft = drafter([])
     for options, problem in (
         (dict(draft=draft, drafts=4), r"drafts must be a whole number in 1..3, got 4"),
+        (dict(draft=draft, draft_rule="best"), "draft_rule must be one of exact, standard, block"),
+        (dict(draft_rule="block"), "draft_rule= is for a draft"),
         (dict(drafts=2), "drafts= is for a draft"),
         (dict(draft_threshold=0.5), "draft_threshold= is for a draft"),
         (dict(draft=draft, draft_threshold=2.0), r"draft_threshold must lie in 0..1, got 2.0"),
