@@ -47,7 +47,7 @@ from .runtime.images.encoder import load_encoder
 from .runtime.program import make_program
 from .runtime.runner import Ids
 from .speculation.verify import Verified, commit, verify
-from .text.images import check_placeholder
+from .text.media import check_placeholder
 from .text.tokenizer import CONFIG_FILE, RANKS_FILE, Tokenizer
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from kimi_jax.checkpoint.reader import Checkpoint
 from kimi_jax.checkpoint.vision_names import vision_table
 from kimi_jax.config.config import Config
 from kimi_jax.config.vision import VisionConfig
-from kimi_jax.text.images import MEDIA_MARKERS
+from kimi_jax.text.media import MEDIA_MARKERS
 from kimi_jax.text.tokenizer import write_tokenizer
 from kimi_jax.vision.patches import ImagePatches
 

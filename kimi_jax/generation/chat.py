@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 from ..errors import ChatError, shown
 from ..runtime.sampling import TokenLogprob
 from ..text.chat_format import Markup, render
-from ..text.images import MediaMarkup
+from ..text.media import MediaMarkup
 from ..text.reply_parser import ChatEvent, ReplyParser
 from ..text.tool_calls import ToolCall
 from .engine import prepare

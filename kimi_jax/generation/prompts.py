@@ -12,7 +12,8 @@ from ..errors import ChatError, ImageError, PromptError, RequestError, shown
 from ..numerics import is_whole
 from ..runtime.images.encoder import ImageEncoder
 from ..runtime.runner import Runner
-from ..text.images import MediaMarkup, PromptImages
+from ..text.images import PromptImages
+from ..text.media import MediaMarkup
 from ..text.messages import read_part
 from ..text.tokenizer import Tokenizer
 from ..vision.patches import ImagePatches

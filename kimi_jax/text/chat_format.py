@@ -29,7 +29,8 @@ from typing import Any
 
 from ..errors import ChatError, TokenizerError, shown
 from . import strict_json
-from .images import MediaMarkup, PromptImages, SizedImage
+from .images import PromptImages, SizedImage
+from .media import MediaMarkup
 from .messages import (
     Call,
     Turn,

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 import kimi_jax as kj
 from kimi_jax.text import chat_format
-from kimi_jax.text.images import MEDIA_MARKERS, PromptImages
+from kimi_jax.text.images import PromptImages
+from kimi_jax.text.media import MEDIA_MARKERS
 from kimi_jax.text.tokenizer import Tokenizer
 
 
