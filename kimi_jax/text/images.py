@@ -1,4 +1,4 @@
-"""Images as parts of messages and prompts. Knows no pixels: who renders a prompt reads its images."""
+"""Images as parts of messages and prompts, without their pixels, which the caller reads."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
