@@ -4,6 +4,7 @@ from .analysis.score import Score as Score
 from .api import Model as Model
 from .api import load as load
 from .config.config import Config as Config
+from .config.draft import DraftConfig as DraftConfig
 from .config.preprocessor import Preprocessor as Preprocessor
 from .config.vision import VisionConfig as VisionConfig
 from .errors import ChatError as ChatError
@@ -41,6 +42,7 @@ from .runtime.reshard import move as move
 from .runtime.sampling import Greedy as Greedy
 from .runtime.sampling import Sample as Sample
 from .runtime.sampling import TokenLogprob as TokenLogprob
+from .speculation.draft import load_draft as load_draft
 from .speculation.drafter import Drafter as Drafter
 from .speculation.drafter import Proposal as Proposal
 from .speculation.ngram import NgramDraft as NgramDraft

@@ -1,7 +1,7 @@
 """The released names: for each weight of the decoder, the tensors of a checkpoint that hold it.
 
-Released names occur here and in `vision_names` only. `weight_table` lists the weights of a config;
-reading, writing, validation and shapes all follow from it.
+Released names occur here, in `vision_names` and in `draft_names` only. `weight_table` lists the
+weights of a config; reading, writing, validation and shapes all follow from it.
 """
 
 import math
@@ -146,7 +146,7 @@ class _PaddedWeight(Weight):
 
 
 @dataclass(frozen=True)
-class _PerHeadWeight(Weight):
+class PerHeadWeight(Weight):
     """[H, out, in]: rows of each head from `first_row` on, of the `rows_per_head` in the file."""
 
     rows_per_head: int = 0
@@ -155,9 +155,11 @@ class _PerHeadWeight(Weight):
 
     @property
     def file_shape(self) -> tuple[int, ...]:
+        """[H rows_per_head, in]."""
         return (self.shape[0] * self.rows_per_head, self.shape[2])
 
     def read(self, file: TensorSource, part: Part) -> np.ndarray:
+        """A part of the weight, head by head."""
         heads, rows, columns = part
         array = np.empty([p.stop - p.start for p in part], file.dtype(self.source))
         for i, head in enumerate(range(heads.start, heads.stop)):
@@ -167,6 +169,7 @@ class _PerHeadWeight(Weight):
         return array
 
     def write(self, array: np.ndarray, tensors: Tensors) -> None:
+        """Put the weight's rows of each head into the released tensor."""
         if self.source not in tensors:
             tensors[self.source] = np.empty(self.file_shape, array.dtype)
         heads = tensors[self.source].reshape(self.shape[0], self.rows_per_head, self.shape[2])
@@ -211,16 +214,16 @@ def weight_table(config: Config, quantization: Quantization, root: str = ROOT) -
         kind = (config.is_mla(i), config.is_dense(i))
         if kind not in layers:
             layers[kind] = _layer(config, quantization, i)
-        weights += _prefixed(f"layers.{i}.", f"{root}model.layers.{i}.", layers[kind])
+        weights += prefixed(f"layers.{i}.", f"{root}model.layers.{i}.", layers[kind])
     return [
         *weights,
-        *_prefixed("residual.", f"{root}model.output_attn_res_", _residual(config)),
+        *prefixed("residual.", f"{root}model.output_attn_res_", _residual(config)),
         Weight("norm", f"{root}model.norm.weight", (D,)),
         Weight("head", f"{root}{head}", (Z, D)),
     ]
 
 
-def _prefixed(name: str, source: str, weights: Iterable[Weight]) -> list[Weight]:
+def prefixed(name: str, source: str, weights: Iterable[Weight]) -> list[Weight]:
     """The weights, with a prefix for their names and another for the names of their tensors."""
     return [replace(w, name=f"{name}{w.name}", source=f"{source}{w.source}") for w in weights]
 
@@ -229,14 +232,14 @@ def _layer(config: Config, quantization: Quantization, i: int) -> list[Weight]:
     D = config.hidden
     attention = _mla(config) if config.is_mla(i) else _kda(config)
     if config.is_dense(i):
-        mlp = _prefixed("mlp.", "mlp.", _mlp(config.dense_ffn, D))
+        mlp = prefixed("mlp.", "mlp.", _mlp(config.dense_ffn, D))
     else:
-        mlp = _prefixed("mlp.", _EXPERTS, _moe(config, quantization))
+        mlp = prefixed("mlp.", _EXPERTS, _moe(config, quantization))
     return [
-        *_prefixed("attention_residual.", "self_attention_res_", _residual(config)),
+        *prefixed("attention_residual.", "self_attention_res_", _residual(config)),
         Weight("attention_norm", "input_layernorm.weight", (D,)),
-        *_prefixed("attention.", "self_attn.", attention),
-        *_prefixed("mlp_residual.", "mlp_res_", _residual(config)),
+        *prefixed("attention.", "self_attn.", attention),
+        *prefixed("mlp_residual.", "mlp_res_", _residual(config)),
         Weight("mlp_norm", "post_attention_layernorm.weight", (D,)),
         *mlp,
     ]
@@ -280,15 +283,15 @@ def _mla(config: Config) -> list[Weight]:
     keys, rope, values, latent = config.nope_dim, config.rope_dim, config.value_dim, config.kv_rank
     rows = keys + values  # of each head in kv_b_proj
     gate = [Weight("w_gate", "g_proj.weight", (H * values, D))] if config.mla_output_gate else []
-    indexer = _prefixed("indexer.", "indexer.", _indexer(config)) if config.sparse else []
+    indexer = prefixed("indexer.", "indexer.", _indexer(config)) if config.sparse else []
     return [
         Weight("w_q_a", "q_a_proj.weight", (Q, D)),
         Weight("q_norm", "q_a_layernorm.weight", (Q,)),
         Weight("w_q_b", "q_b_proj.weight", (H * (keys + rope), Q)),
         Weight("w_kv_a", "kv_a_proj_with_mqa.weight", (R, D)),
         Weight("kv_norm", "kv_a_layernorm.weight", (latent,)),
-        _PerHeadWeight("w_k_b", "kv_b_proj.weight", (H, keys, latent), rows_per_head=rows),
-        _PerHeadWeight(
+        PerHeadWeight("w_k_b", "kv_b_proj.weight", (H, keys, latent), rows_per_head=rows),
+        PerHeadWeight(
             "w_v_b", "kv_b_proj.weight", (H, values, latent), rows_per_head=rows, first_row=keys
         ),
         *gate,
@@ -326,8 +329,8 @@ def _moe(config: Config, quantization: Quantization) -> list[Weight]:
         Weight("w_latent_down", "routed_expert_down_proj.weight", (L, D)),
         Weight("w_latent_up", "routed_expert_up_proj.weight", (D, L)),
         *norm,
-        *_prefixed("shared.", "shared_experts.", shared),
-        *_prefixed("experts.", "experts.{}.", _experts(config, quantization)),
+        *prefixed("shared.", "shared_experts.", shared),
+        *prefixed("experts.", "experts.{}.", _experts(config, quantization)),
     ]
 
 

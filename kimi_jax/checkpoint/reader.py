@@ -4,9 +4,9 @@ The folder is validated from its headers before a weight is copied.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -15,7 +15,7 @@ from ..config.config import Config
 from ..config.vision import VisionConfig, has_table
 from ..errors import CheckpointError, ConfigError, shown
 from ..model.mxfp4 import PLAIN, unpack_numpy
-from .headers import read_folder, tensor_names
+from .headers import Contents, read_folder, tensor_names
 from .inventory import inventory_problems
 from .names import (
     FLOAT32,
@@ -65,40 +65,18 @@ def vision_of(
     return VisionConfig.from_hf(folder, config) if reads_tower(folder, wanted) else None
 
 
-class Checkpoint:
-    """A released checkpoint on disk, checked against a config when it is opened; read part by part.
+Folder = TypeVar("Folder", bound="TensorFolder")
 
-    `tensors` lists what the headers hold, `names` the weights of the model, with those of the
-    vision tower where its config is given; `quantization` is that of the experts, `root` begins
-    every released name of the decoder, and `bytes_read` counts the weight bytes copied so far.
-    Raises one `CheckpointError` with every problem of index, headers and inventory; with tied
-    embeddings, a head that differs from them is a problem too.
+
+class TensorFolder:
+    """Weights of a checkpoint on disk, read part by part: `tensors` lists what the headers hold,
+    `names` the weights, and `bytes_read` counts the bytes copied so far. Who makes one has checked
+    the headers against the weights.
     """
 
-    def __init__(
-        self, folder: str | os.PathLike[str], config: Config, vision: VisionConfig | None = None
-    ) -> None:
-        self.folder = Path(folder)
-        self.bytes_read = 0
-        reads_vision = vision is not None
-        self.tensors, index, self._data, problems = read_folder(self.folder, reads_vision)
-        names = self.tensors.keys() | index.keys()
-        self.root = ROOT if any(name.startswith(ROOT) for name in names) else ""
-        self.quantization, odd_experts = expert_format(names)
-        problems += [
-            f"{name}: {'packed' if self.quantization is PLAIN else 'plain'}, unlike most experts"
-            for name in sorted(odd_experts)
-        ]
-        weights = weight_table(config, self.quantization, self.root)
-        weights += vision_table(vision, names) if vision else []
+    def __init__(self, contents: Contents, weights: Iterable[Weight]) -> None:
+        self.tensors, self._data, self.bytes_read = contents.tensors, contents.data, 0
         self._weights = {weight.name: weight for weight in weights}
-        tied = [self._tied_head()] if config.tie_embeddings else []
-        problems += inventory_problems(
-            [*weights, *tied], self.tensors, index, odd_experts, reads_vision
-        )
-        problems += [problem for weight in tied for problem in self._tie_problems(weight)]
-        if problems:
-            raise CheckpointError(*problems)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -118,15 +96,6 @@ class Checkpoint:
             return np.zeros([p.stop - p.start for p in part], ml_dtypes.bfloat16)
         array = weight.read(self, part)
         return array.astype(np.float32, copy=False) if weight.storage is FLOAT32 else array
-
-    def read_unpacked(self, name: str, index: Sequence[slice] = ()) -> np.ndarray:
-        """`read`, of the weights that a model with plain experts has: packed ones as float32."""
-        if ".experts.w_" not in name or self.quantization is PLAIN:
-            return self.read(name, index)
-        *rows, columns = index or (slice(None),) * 3
-        packed, scales = self.read(name, rows), self.read(scale_name(name), rows)
-        experts = [unpack_numpy(*pair)[..., columns] for pair in zip(packed, scales, strict=True)]
-        return np.array(experts, np.float32).reshape(len(packed), packed.shape[1], -1)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a released tensor in its file."""
@@ -148,7 +117,7 @@ class Checkpoint:
         """Gives the shards back; a read after this raises KeyError."""
         self._data.clear()
 
-    def __enter__(self) -> "Checkpoint":
+    def __enter__(self: Folder) -> Folder:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -163,6 +132,51 @@ class Checkpoint:
         # As unsigned integers, which numpy copies fast from any alignment.
         bits = np.ndarray(tensor.shape, f"u{dtype.itemsize}", data, tensor.start)
         return bits[part].copy().view(dtype)
+
+
+class Checkpoint(TensorFolder):
+    """A released checkpoint on disk, checked against a config when it is opened; read part by part.
+
+    `tensors` lists what the headers hold, `names` the weights of the model, with those of the
+    vision tower where its config is given; `quantization` is that of the experts, `root` begins
+    every released name of the decoder, and `bytes_read` counts the weight bytes copied so far.
+    Raises one `CheckpointError` with every problem of index, headers and inventory; with tied
+    embeddings, a head that differs from them is a problem too.
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str], config: Config, vision: VisionConfig | None = None
+    ) -> None:
+        self.folder = Path(folder)
+        reads_vision = vision is not None
+        contents = read_folder(self.folder, reads_vision)
+        index, problems = contents.index, contents.problems
+        names = contents.tensors.keys() | index.keys()
+        self.root = ROOT if any(name.startswith(ROOT) for name in names) else ""
+        self.quantization, odd_experts = expert_format(names)
+        problems += [
+            f"{name}: {'packed' if self.quantization is PLAIN else 'plain'}, unlike most experts"
+            for name in sorted(odd_experts)
+        ]
+        weights = weight_table(config, self.quantization, self.root)
+        weights += vision_table(vision, names) if vision else []
+        super().__init__(contents, weights)
+        tied = [self._tied_head()] if config.tie_embeddings else []
+        problems += inventory_problems(
+            [*weights, *tied], self.tensors, index, odd_experts, reads_vision
+        )
+        problems += [problem for weight in tied for problem in self._tie_problems(weight)]
+        if problems:
+            raise CheckpointError(*problems)
+
+    def read_unpacked(self, name: str, index: Sequence[slice] = ()) -> np.ndarray:
+        """`read`, of the weights that a model with plain experts has: packed ones as float32."""
+        if ".experts.w_" not in name or self.quantization is PLAIN:
+            return self.read(name, index)
+        *rows, columns = index or (slice(None),) * 3
+        packed, scales = self.read(name, rows), self.read(scale_name(name), rows)
+        experts = [unpack_numpy(*pair)[..., columns] for pair in zip(packed, scales, strict=True)]
+        return np.array(experts, np.float32).reshape(len(packed), packed.shape[1], -1)
 
     def _tied_head(self) -> Weight:
         """The head of a file that ties it to the embedding; it may be left out."""

@@ -52,6 +52,7 @@ One prompt is printed and streamed token by token; its speed goes to standard er
 decoded as one batch and printed when all are done.
 A line break at the end of standard input is not part of the prompt."""
 
+NGRAM = "ngram"
 PORTION = 4096  # prompts of a file that run together
 
 
@@ -76,8 +77,11 @@ def add(commands: Any) -> None:
     add("--input", type=utf8_text, metavar="FILE", help=help_input)
     help_output = "add completions to a file, one JSON line each; skips the prompts that it holds"
     add("--output", type=Path, metavar="FILE", help=help_output)
-    help_draft = "speculative decoding: ngram drafts what followed the latest tokens before"
-    add("--draft", choices=("ngram",), help=help_draft)
+    help_draft = (
+        "speculative decoding: ngram drafts what followed the latest tokens before, a folder holds "
+        "a DSpark draft"
+    )
+    add("--draft", type=utf8_text, metavar="ngram|FOLDER", help=help_draft)
     help_drafts = "most drafts a step (7)"
     add("--drafts", type=whole(1, 64), metavar="K", help=help_drafts)
     add("--json", action="store_true", help="print a line of JSON for each completion")
@@ -108,6 +112,7 @@ def run(options: argparse.Namespace) -> int:
             output.open()
         use_compilation_cache()
         model = load_model(folder, options)
+        drafting |= _load_draft(options, model)
     if is_streamed:
         _stream(model, records[0], settings | drafting)
         return 0
@@ -115,14 +120,26 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _drafting(options: argparse.Namespace) -> dict[str, Any]:
-    """The drafter, and how much it drafts."""
+    """The drafter, and how much it drafts; a folder's is read by `_load_draft`."""
     if not options.draft:
         if options.drafts:
             raise CommandError("--drafts is for a drafter: name one with --draft")
         return {}
+    if options.draft != NGRAM:
+        check_folder(Path(options.draft))
+        return {}
     from ..speculation.ngram import NgramDraft
 
     return {"draft": NgramDraft(most=options.drafts) if options.drafts else NgramDraft()}
+
+
+def _load_draft(options: argparse.Namespace, model: Any) -> dict[str, Any]:
+    """The draft in a folder, if one is named."""
+    if not options.draft or options.draft == NGRAM:
+        return {}
+    from ..speculation.draft import load_draft
+
+    return {"draft": load_draft(options.draft, model, block=options.drafts)}
 
 
 def _run_records(

@@ -39,6 +39,7 @@ class Term(enum.Enum):
     INDEXER = "indexer"
     OTHER = "norms, float32 parts and KDA's f_a"
     VISION = "vision tower and projector"
+    DRAFTER = "drafter"
 
 
 def weight(

@@ -51,7 +51,8 @@ _STATE_TERMS = {
     "index_keys": "index keys",
     **dict.fromkeys(("length", "hidden"), "lengths and outputs"),
 }
-WEIGHT_TERMS = tuple(term.value for term in Term if term is not Term.VISION)  # of the decoder
+_BESIDE = (Term.VISION, Term.DRAFTER)
+WEIGHT_TERMS = tuple(term.value for term in Term if term not in _BESIDE)  # of the decoder
 STATE_TERMS = tuple(dict.fromkeys(_STATE_TERMS.values()))
 ROWS = "rows to verify"
 INPUTS = "tokens and lengths of a step"

@@ -38,7 +38,7 @@ from kimi_jax.cli.records import Record
         (("a", "--temperature", "1e39"), "--temperature 1e+39 is more than a float32 holds"),
         (("-", "a", "-"), "- stands for standard input, which can be one prompt only"),
         (("a", "--drafts", 2), "--drafts is for a drafter: name one with --draft"),
-        (("a", "--draft", "ngrams"), "argument --draft: no such choice 'ngrams'"),
+        (("a", "--draft", "ngrams"), "ngrams: "),
         (("a", "--top-p", 2), "top_p must lie in 0..1, got 2.0"),
         (("a", "--top-k", -1), "--top-k: '-1' is not a whole number from 0"),
         (("a", "--min-p", 1.5), "min_p must lie in 0..1, got 1.5"),

@@ -103,8 +103,7 @@ ON_GPUS = Implementations(
 @pytest.mark.parametrize(
     "mesh, place",
     [
-        ((2, 2), P(latent="sharded")),
-        ((1, 4), P(pad=ALL, keys="helix", helix_block=4, rows="sliced", exchange="values")),
+        ((2, 2), P(pad=ALL, keys="helix", helix_block=4, rows="sliced", exchange="values")),
     ],
     ids=str,
 )
