@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
-from ..errors import CommandError, InputError, meant, shortened, shown
+from ..errors import CommandError, InputError, PromptError, meant, shortened, shown
 from ..waiting import end_process
 from . import bench, cache, devices, generate, inspect, plan
 from .chat import command as chat
@@ -89,8 +89,8 @@ def _naming_help(prog: str) -> Iterator[None]:
     """What is wrong with options is told with the help that explains them, as by the parser."""
     try:
         yield
-    except CommandError as error:
-        if "--" not in str(error):
+    except (CommandError, PromptError) as error:
+        if "--" not in str(error) and isinstance(error, CommandError):
             raise
         raise CommandError(f"{error} (see {prog} --help)") from error
 

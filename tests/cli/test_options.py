@@ -216,3 +216,7 @@ def test_stop_strings_name_line_breaks(text, stop):
 )
 def test_what_is_found_once_options_are_parsed_names_the_help_too(refused, words):
     refused(words, f"(see kimi-jax {words[0]} --help)")
+
+
+def test_what_the_model_refuses_names_the_help_too(run, loaded):
+    assert_refused(run("generate", "a", "--top-p", 3), "top_p must lie in 0..1", "generate --help)")
