@@ -248,7 +248,7 @@ def _check_target(top: Section, values: Mapping[str, Any], target: Config | None
     taps = values["layers_tapped"]
     depth = values["target_layers"] or (target.layers if target else None)
     counted = values["counted_layers"]  # of taps in one form, of the model's layers in the other
-    if counted is not None and taps is not None and counted not in (len(taps), depth):
+    if None not in (counted, taps, depth) and counted not in (len(taps or ()), depth):
         top.note("num_target_layers", f"{counted} is neither the number of taps nor of layers")
     if target is None:
         return

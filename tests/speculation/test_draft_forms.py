@@ -4,6 +4,7 @@ golden numbers of another implementation.
 
 import dataclasses
 import json
+import math
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 import kimi_jax as kj
+from kimi_jax.checkpoint.draft_names import draft_table
 from kimi_jax.config.draft import DraftConfig
 from kimi_jax.config.rope import read_rope
 from kimi_jax.config.section import Section
@@ -107,3 +109,46 @@ def test_a_draft_that_is_another_network_is_refused_by_name():
         DraftConfig.from_hf(config)
     for key in ("mla_use_nope", "mla_use_output_gate", "activation_situ_beta"):
         assert f"{key}: " in str(caught.value)
+
+
+SHARED = {
+    "hidden_size": 7168, "intermediate_size": 14336, "num_hidden_layers": 5, "rms_norm_eps": 1e-5,
+    "num_attention_heads": 64, "vocab_size": 163840,
+}  # fmt: skip
+HEADS = {
+    "markov_rank": 256, "enable_confidence_head": True, "confidence_head_with_markov": True
+}  # fmt: skip
+LATENT = SHARED | HEADS | {
+    "model_type": "k3_dspark", "num_key_value_heads": 64, "q_lora_rank": 1536, "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "mla_use_nope": False,
+    "max_position_embeddings": 1048576, "rope_theta": 50000, "num_target_layers": 5,
+    "target_num_hidden_layers": 93, "target_layer_ids": [2, 23, 47, 71, 89],
+    "mask_token_id": 163837,
+    "rope_parameters": {"rope_type": "yarn", "factor": 32, "mscale": 1.0, "mscale_all_dim": 1.0,
+                        "original_max_position_embeddings": 32768},
+}  # fmt: skip
+GROUPED = SHARED | {
+    "model_type": "qwen3", "num_key_value_heads": 16, "head_dim": 64, "num_target_layers": 93,
+    "max_position_embeddings": 65536, "block_size": 7,
+    "rope_parameters": {"rope_type": "yarn", "factor": 16, "rope_theta": 10000,
+                        "original_max_position_embeddings": 4096},
+    "dflash_config": HEADS | {"attention_mode": "gqa", "mask_token_id": 163824,
+                              "target_layer_ids": [7, 23, 51, 67, 83]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "given, tensors, numbers, token_bytes, scale",
+    [
+        # 68 tensors and 3,562,312,961 numbers are published, with a copy of the model's embedding
+        (LATENT, 67, 3_562_312_961 - 163840 * 7168, 5_760, 0.130861),
+        (GROUPED, 62, 2_249_289_601, 20_480, 0.125),
+    ],
+)
+def test_released_drafts_have_the_published_numbers(given, tensors, numbers, token_bytes, scale):
+    config = DraftConfig.from_hf(given)
+    shapes = {weight.source: weight.file_shape for weight in draft_table(config)}
+    assert len(shapes) == tensors
+    assert sum(map(math.prod, shapes.values())) == numbers
+    assert config.cached_row * 2 * config.layers == token_bytes
+    assert config.score_scale == pytest.approx(scale, abs=1e-6)
