@@ -55,12 +55,8 @@ if TYPE_CHECKING:
 else:  # checked by `hidden`
     Stream = Any
 
-FILES = (
-    "generation_config.json",
-    RANKS_FILE,
-    CONFIG_FILE,
-    PREPROCESSOR_FILE,
-)  # that a checkpoint may do without
+# That a checkpoint may do without.
+FILES = ("generation_config.json", RANKS_FILE, CONFIG_FILE, PREPROCESSOR_FILE)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -220,11 +220,13 @@ def _read_images(folder: Path, paths: Sequence[str]) -> tuple[Any, ...]:
     """The images as patches; refused before weights are read."""
     from ..checkpoint.reader import vision_of
     from ..config.config import Config
+    from ..config.preprocessor import Preprocessor
     from ..vision.pixels import image_patches
 
     if vision_of(folder, Config.from_hf(folder)) is None:
         raise CommandError(f"--image: the model in {label(folder)} has no vision tower")
-    return tuple(image_patches(Path(path), folder) for path in paths)
+    preprocessor = Preprocessor.from_hf(folder)
+    return tuple(image_patches(Path(path), preprocessor) for path in paths)
 
 
 def _check_prompts(

@@ -1,6 +1,7 @@
 """A request: one prompt, its options, and its reply so far. Token ids and images, no text."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -67,7 +68,7 @@ class PromptIds:
         )
         return PromptIds([*before.ids, *self.ids], (*before.images, *moved))
 
-    @property
+    @functools.cached_property
     def keys(self) -> list[int]:
         """What tells prompts apart token by token: ids, and for the placeholders of an image its
         key.

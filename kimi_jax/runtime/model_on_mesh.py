@@ -225,20 +225,21 @@ class ModelOnMesh:
         outputs: Any,
         name: str,
         donate: int | None = None,
+        beside: Any = None,
     ) -> CompiledFunction:
-        """`shard`, compiled; `name` tells it from all other functions of this program."""
+        """`shard`, compiled; `name` identifies it, with what it depends on `beside` the program."""
         function = self.shard(device_fn, inputs, outputs)
-        return self.compiled_ahead(function, inputs, name, donate_argnums=donate)
+        return self.compiled_ahead(function, inputs, name, beside, donate_argnums=donate)
 
     def compiled_ahead(
-        self, function: Callable, inputs: Sequence[Any], name: str, **options: Any
-    ) -> CompiledFunction:
-        """`jax.jit` of a function of global arrays; `inputs` and `name` as in `compiled`."""
+        self, function: Callable, inputs: Sequence[Any], name: str, beside: Any = None,
+        **options: Any,
+    ) -> CompiledFunction:  # fmt: skip
+        """`jax.jit` of a function of global arrays; other arguments as in `compiled`."""
         fixed = 1 if WEIGHTS in inputs[:1] else 0
         abstract = functools.partial(_abstract, self, inputs)
-        return CompiledFunction(
-            function, name, _identity(self), self.mesh, abstract, fixed, **options
-        )
+        identity = _identity(self, beside)
+        return CompiledFunction(function, name, identity, self.mesh, abstract, fixed, **options)
 
     def specs(self, kind: Any, max_length: int) -> Any:
         """The mesh axes of an argument or result of a kind, a tree for weights and states."""
@@ -249,9 +250,9 @@ class ModelOnMesh:
         return self.row_specs() if kind is STATE_ROW else kind
 
 
-def _identity(program: ModelOnMesh) -> str:
+def _identity(program: ModelOnMesh, beside: Any) -> str:
     """All that the programs of a model depend on, but for its devices and its functions."""
-    parts = (program.config, program.sizes, program.place, program.dtype, program.walk)
+    parts = (beside, program.config, program.sizes, program.place, program.dtype, program.walk)
     return repr((*parts, program.quantization.name, program.implementations))
 
 

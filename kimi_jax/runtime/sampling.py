@@ -149,15 +149,28 @@ def sample(
     truncation.
     """
     adjusted = adjust(logits, rows)
-    usable = jnp.isfinite(logits.max(-1)) & ~jnp.isnan(logits).any(-1)
-    usable &= jnp.isfinite(adjusted.max(-1))
     ids = jnp.argmax(adjusted, -1)
     if rows.draws:
         ids = jnp.where(rows.temperature > 0, draw(adjusted, rows), ids)
+    return described(logits, adjusted, ids.astype(jnp.int32), rows.top_logprobs)
+
+
+def described(
+    logits: Float[Array, "B Z"], adjusted: Float[Array, "B Z"], ids: Int[Array, " B"], top: int
+) -> tuple[
+    Int[Array, " B"],
+    Bool[Array, " B"],
+    Float[Array, " B"],
+    Int[Array, "B top"],
+    Float[Array, "B top"],
+]:
+    """What `sample` returns of sampled ids; `adjusted` are the logits that these were chosen by."""
+    usable = jnp.isfinite(logits.max(-1)) & ~jnp.isnan(logits).any(-1)
+    usable &= jnp.isfinite(adjusted.max(-1))
     logprobs = jax.nn.log_softmax(logits, axis=-1)
-    best, best_ids = jax.lax.top_k(logprobs, rows.top_logprobs)
+    best, best_ids = jax.lax.top_k(logprobs, top)
     chosen = jnp.take_along_axis(logprobs, ids[:, None], 1)[:, 0]
-    return ids.astype(jnp.int32), usable, chosen, best_ids.astype(jnp.int32), best
+    return ids, usable, chosen, best_ids.astype(jnp.int32), best
 
 
 def draw(logits: Float[Array, "B Z"], rows: Rows) -> Int[Array, " B"]:

@@ -20,8 +20,8 @@ from ..model.state import State
 from ..runtime.model_on_mesh import BY_ROW, BY_SECOND, STATE, WEIGHTS, CallsInTurn
 from ..runtime.program import Program
 from ..runtime.rows import Rows
-from ..runtime.sampling import sample
-from .acceptance import accept_drawn
+from ..runtime.sampling import described, sample
+from .acceptance import accept_drawn, adjusted_logits
 
 
 @functools.lru_cache(maxsize=32)
@@ -75,26 +75,14 @@ def rejection_step(program: Program, rule: str, is_drawn: bool) -> CompiledFunct
     ) -> tuple[Any, Array]:
         rows, q = going(rows, lengths > 0), drawn_from[0] if drawn_from else None
         counts = jnp.maximum(lengths - 1, 0)
-        ids, count = accept_drawn(logits, tokens[:, 1:], q, counts, rows, rule)
-        described = jax.vmap(described_ids, (1, 1, None))(logits, ids, rows.top_logprobs)
-        return (ids.T, *described), count
+        adjusted = adjusted_logits(logits, tokens[:, 1:], rows)
+        ids, count = accept_drawn(adjusted, tokens[:, 1:], q, counts, rows, rule)
+        describe = jax.vmap(described, (1, 1, 1, None))
+        return describe(logits, adjusted, ids, rows.top_logprobs), count
 
     inputs = (BY_ROW, BY_ROW, BY_ROW, BY_ROW, *[BY_ROW] * is_drawn)
     name = f"drafts accepted by the {rule} rule"
     return program.compiled(device_fn, inputs, (BY_SECOND, BY_ROW), name)
-
-
-def described_ids(
-    logits: Float[Array, "B Z"], ids: Int[Array, " B"], top: int
-) -> tuple[Array, Array, Array, Array]:
-    """What `sample` says of its ids: whether the logits could be used, log-probabilities, and the
-    best tokens with theirs.
-    """
-    usable = jnp.isfinite(logits.max(-1)) & ~jnp.isnan(logits).any(-1)
-    logprobs = jax.nn.log_softmax(logits, axis=-1)
-    best, best_ids = jax.lax.top_k(logprobs, top)
-    chosen = jnp.take_along_axis(logprobs, ids[:, None], 1)[:, 0]
-    return usable, chosen, best_ids.astype(jnp.int32), best
 
 
 def _column(x: Array, i: Array) -> Array:

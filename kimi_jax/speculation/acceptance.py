@@ -124,27 +124,34 @@ def distribution(
     return jnp.where(temperature > 0, drawn, best)
 
 
-def target_distributions(
+def adjusted_logits(
     logits: Float[Array, "B T Z"], drafts: Int[Array, "B k"], rows: Rows
 ) -> Float[Array, "B T Z"]:
-    """The model's distribution after each verified row: temperature, truncation, bias and
-    penalties of `rows`, which count the drafts before.
+    """The logits after each verified row with bias and penalties of `rows`, which count the drafts
+    before.
     """
 
     def of_row(rows: Rows, column: tuple[Array, Array]) -> tuple[Rows, Array]:
         at_row, draft = column
-        settings = (rows.temperature, rows.top_k, rows.top_p, rows.min_p)
-        p = jax.vmap(distribution)(adjust(at_row, rows), *settings)
-        return rows.after(draft, jnp.ones(len(draft), bool)), p
+        return rows.after(draft, jnp.ones(len(draft), bool)), adjust(at_row, rows)
 
     padded = jnp.pad(drafts, ((0, 0), (0, 1)))
-    _, p = jax.lax.scan(of_row, rows, (jnp.moveaxis(logits, 1, 0), padded.T))
-    return jnp.moveaxis(p, 0, 1)
+    _, adjusted = jax.lax.scan(of_row, rows, (jnp.moveaxis(logits, 1, 0), padded.T))
+    return jnp.moveaxis(adjusted, 0, 1)
+
+
+def target_distributions(adjusted: Float[Array, "B T Z"], rows: Rows) -> Float[Array, "B T Z"]:
+    """The model's distribution after each verified row, of `adjusted_logits`: temperature and
+    truncation of `rows`.
+    """
+    settings = (rows.temperature, rows.top_k, rows.top_p, rows.min_p)
+    of_request = jax.vmap(distribution, (0, None, None, None, None))
+    return jax.vmap(of_request)(adjusted, *settings)
 
 
 @functools.partial(jax.jit, static_argnames="rule")
 def accept_drawn(
-    logits: Float[Array, "B T Z"],
+    adjusted: Float[Array, "B T Z"],
     drafts: Int[Array, "B k"],
     q: Float[Array, "B k Z"] | None,
     counts: Int[Array, " B"],
@@ -154,11 +161,11 @@ def accept_drawn(
     """The next tokens of each request, and how many they are: the accepted ones of its first
     `counts[b]` drafts and one more, or up to a stop id among them. 0 for rows that are not active.
 
-    `logits` are those after the anchor and each of k = T - 1 drafts, `q` what drafts were drawn
-    from (None: they are certain). The noise is a function of the row's seed and of the number of
-    its tokens.
+    `adjusted` are `adjusted_logits` after the anchor and each of k = T - 1 drafts, `q` what drafts
+    were drawn from (None: they are certain). The noise is a function of the row's seed and of the
+    number of its tokens.
     """
-    p = target_distributions(logits, drafts, rows)
+    p = target_distributions(adjusted, rows)
     if q is None:
         q = jax.nn.one_hot(drafts, p.shape[-1], dtype=p.dtype)
     accept = functools.partial(uniform_noise, count=drafts.shape[1], stream=ACCEPTING)

@@ -22,7 +22,7 @@ from ..numerics import is_whole
 from ..parallel.collectives import all_reduce, embed
 from ..parallel.on_mesh import own_mesh
 from ..parallel.placement import Placement
-from ..parallel.processes import to_host
+from ..parallel.processes import to_device, to_host
 from ..parallel.roles import Role
 from ..runtime.model_on_mesh import BY_ROW, ModelOnMesh, merged
 from ..runtime.runner import Runner
@@ -129,16 +129,14 @@ class Draft:
         bounds = np.array([row, first, first + kept.shape[1]], np.int32)
         return write_function(self.config, self.program)(state, new, bounds)
 
-    def _rows(self, x: Any, batch: int) -> Any:
+    def _rows(self, x: Any, batch: int) -> Array:
         """An array whose first dim is padded to the batch and sharded."""
-        missing = batch - len(x)
+        pads = ((0, batch - len(x)), *[(0, 0)] * (x.ndim - 1))
         if isinstance(x, np.ndarray):
-            x = x if x.dtype != np.int64 else x.astype(np.int32)
-            x = np.pad(x, ((0, missing), *[(0, 0)] * (x.ndim - 1)))
-        elif missing:
-            x = jnp.pad(x, ((0, missing), *[(0, 0)] * (x.ndim - 1)))
+            x = np.pad(x.astype(np.int32) if x.dtype == np.int64 else x, pads)
+            return to_device(x, NamedSharding(self.program.mesh, BY_ROW))
         with own_mesh(self.program.mesh):
-            return jax.device_put(x, NamedSharding(self.program.mesh, BY_ROW))
+            return jnp.pad(x, pads) if len(x) < batch else x
 
 
 def load_draft(
@@ -193,31 +191,6 @@ def _weight_specs(config: DraftConfig, program: ModelOnMesh) -> dict[tuple, Part
     return own | {path: program.weight_specs[path] for path in _shared(program)}
 
 
-def _compiled(
-    config: DraftConfig, program: ModelOnMesh, device_fn: Any, specs: tuple, out: Any, name: str,
-    donate: int | None = None,
-) -> CompiledFunction:  # fmt: skip
-    """A function of weights and global arrays, written for one device."""
-    function = jax.shard_map(
-        device_fn, mesh=program.mesh, in_specs=specs, out_specs=out, check_vma=False
-    )
-
-    def abstract(*arguments: Any) -> tuple:
-        def of(spec: PartitionSpec, x: Any) -> jax.ShapeDtypeStruct:
-            sharding = NamedSharding(program.mesh, spec)
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-        is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
-        pairs = zip(specs, arguments, strict=True)
-        return tuple(
-            jax.tree.map(of, spec, x, is_leaf=is_spec) if isinstance(spec, dict) else of(spec, x)
-            for spec, x in pairs
-        )
-
-    identity = repr((config, program.config, program.sizes, program.place, program.dtype))
-    return CompiledFunction(function, name, identity, program.mesh, abstract, donate_argnums=donate)
-
-
 @functools.lru_cache(maxsize=32)
 def extend_function(config: DraftConfig, program: ModelOnMesh) -> CompiledFunction:
     """(weights, state, taps [B, T, M D], starts [B], lengths [B]) -> state, which is consumed."""
@@ -234,7 +207,7 @@ def extend_function(config: DraftConfig, program: ModelOnMesh) -> CompiledFuncti
 
     spec = cache_spec(config)
     specs = (_weight_specs(config, program), spec, BY_ROW, BY_ROW, BY_ROW)
-    return _compiled(config, program, device_fn, specs, spec, "rows of a draft", donate=1)
+    return program.compiled(device_fn, specs, spec, "rows of a draft", donate=1, beside=config)
 
 
 @functools.lru_cache(maxsize=32)
@@ -252,7 +225,7 @@ def block_function(config: DraftConfig, program: ModelOnMesh, count: int) -> Com
         return model.chain(hidden, base, anchors, *rows)
 
     inputs = (_weight_specs(config, program), cache_spec(config), *[BY_ROW] * 4)
-    return _compiled(config, program, device_fn, inputs, BY_ROW, f"{count} drafts")
+    return program.compiled(device_fn, inputs, BY_ROW, f"{count} drafts", beside=config)
 
 
 @functools.lru_cache(maxsize=32)

@@ -100,10 +100,10 @@ def _decoded(module: Any, data: bytes, name: str) -> Image:
             image.load()
     except InputError:
         raise
+    except module.UnidentifiedImageError as error:
+        known = ", ".join(FORMATS)
+        raise ImageError(f"{name}: not an image of a known format ({known})") from error
     except Exception as error:
-        if type(error).__name__ == "UnidentifiedImageError":
-            known = ", ".join(FORMATS)
-            raise ImageError(f"{name}: not an image of a known format ({known})") from error
         raise ImageError(f"{name} cannot be decoded: {error}") from error
     return image
 

@@ -87,7 +87,9 @@ def test_chat_sees_images_as_generate_does(model):
     assert same(replies[0], replies[1]) and not same(replies[0], replies[2])
     assert replies[0].usage.image_tokens == 20
     events = model.chat([message(text("see "), part(A))], stream=True, **options)
-    assert list(events) is not None and events.reply.tokens == replies[0].tokens
+    said = "".join(event.text for event in events)
+    assert events.reply.tokens == replies[0].tokens
+    assert said == replies[0].thinking + replies[0].text
 
 
 def data_url(pixels):

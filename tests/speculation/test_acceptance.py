@@ -18,6 +18,7 @@ from kimi_jax.speculation.acceptance import (
     RESAMPLING,
     RULES,
     accept_drawn,
+    adjusted_logits,
     distribution,
     target_distributions,
 )
@@ -178,7 +179,7 @@ def test_penalties_count_the_drafts_before_and_top_k_leaves_few():
     counts = np.zeros((B, Z), int)
     rows = rows_of(B, frequency_penalty=np.array([5.0, 0]), reply_counts=counts,
                    top_k=np.array([0, 2]))  # fmt: skip
-    p = target_distributions(jnp.asarray(logits), drafts, rows)
+    p = target_distributions(adjusted_logits(jnp.asarray(logits), drafts, rows), rows)
     expected = logits[0].copy()
     for i, token in enumerate(np.asarray(drafts[0])):
         expected[i + 1 :, token] -= 5
@@ -197,10 +198,11 @@ def test_greedy_rows_accept_the_best_tokens_and_end_at_a_stop_id():
     )  # fmt: skip
     for rule in RULES:
         counts = jnp.array([3, 3, 3, 3], jnp.int32)
-        tokens, lengths = accept_drawn(logits, drafts, None, counts, rows, rule)
+        adjusted = adjusted_logits(logits, drafts, rows)
+        tokens, lengths = accept_drawn(adjusted, drafts, None, counts, rows, rule)
         assert lengths.tolist() == [4, 2, 2, 0]
         assert tokens[0].tolist() == [1, 2, 3, 4] and tokens[1, :2].tolist() == [1, 2]
-        _, lengths = accept_drawn(logits, drafts, None, counts * 0, rows, rule)
+        _, lengths = accept_drawn(adjusted, drafts, None, counts * 0, rows, rule)
         assert lengths.tolist() == [1, 1, 1, 0]
 
 
